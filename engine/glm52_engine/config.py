@@ -1,0 +1,170 @@
+"""The contract between the operator and the engine, free of torch and of any I/O.
+
+The operator renders an `EngineConfig` into a ConfigMap, the engine reads it back: both sides import this module, so
+a field cannot mean two things. Paths, ports, exit codes and the termination message stand here for the same reason.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+API_PORT = 8000
+"""TCP port of the HTTP server of every engine and router pod."""
+
+CONFIG_PATH = "/etc/glm52/config/config.json"
+INTERNAL_TOKEN_PATH = "/etc/glm52/internal/token"
+TERMINATION_LOG_PATH = "/dev/termination-log"
+MODEL_MOUNT = "/models"
+
+STARTUPZ = "/startupz"
+LIVEZ = "/livez"
+READYZ = "/readyz"
+
+INTERNAL_TOKEN_HEADER = "X-Glm52-Internal-Token"
+"""Every /internal/ endpoint refuses a request whose header does not equal the deployment's secret."""
+
+TERMINATION_MESSAGE_LIMIT = 4096
+"""Bytes the kubelet keeps of a termination message."""
+
+Role = Literal["prefill", "decode"]
+Preset = Literal["tiny"]
+
+Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Strict):
+    """The checkpoint that every engine pod of a deployment serves."""
+
+    name: str = Field(min_length=1, max_length=128, description="Name under /v1/models.")
+    path: str = Field(
+        min_length=1,
+        description="Checkpoint directory inside the pod (config.json, *.safetensors, tokenizer.json).",
+    )
+    max_model_len: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = Field(
+        description="Most tokens of one request, prompt and output together."
+    )
+    weights_gib: Count = Field(description="Host memory for the weights of one pod, GiB.")
+
+
+class RoleConfig(_Strict):
+    """Size of one pod of one role."""
+
+    ranks_per_host: Count = Field(description="Ranks in one pod; each owns its requests and its KV pool.")
+    host_pool_gib: Annotated[int, Field(ge=1, le=65536, strict=True)] = Field(
+        description="KV pool of one rank in host memory, GiB."
+    )
+    max_num_seqs: Count = Field(description="Seats of one rank: most requests that run at once.")
+
+
+class DrainConfig(_Strict):
+    window_seconds: Annotated[int, Field(ge=0, le=86_400, strict=True)] = Field(
+        description="Most seconds that running requests get to finish after a drain begins."
+    )
+
+
+class DiscoveryConfig(_Strict):
+    """Where the router finds engine pods: EndpointSlices of two Services in one namespace."""
+
+    namespace: str
+    prefill_service: str
+    decode_service: str
+
+
+class EngineConfig(_Strict):
+    """Everything that the pods of one deployment share; what differs per pod comes from the command line and the environment."""
+
+    model: ModelConfig
+    prefill: RoleConfig
+    decode: RoleConfig
+    drain: DrainConfig
+    discovery: DiscoveryConfig | None = Field(
+        default=None, description="Absent without Kubernetes: the router is then given URLs."
+    )
+    block_size: Annotated[int, Field(ge=1, le=1024, strict=True)] = Field(
+        default=64, description="Tokens per KV block."
+    )
+
+    def role(self, role: Role) -> RoleConfig:
+        return self.prefill if role == "prefill" else self.decode
+
+
+class ConfigError(Exception):
+    """The configuration or the checkpoint can never work as given; the message names the file, the field and the remedy."""
+
+
+def read_engine_config(path: str | Path) -> EngineConfig:
+    """Read and check a JSON file; raises ConfigError naming the file and each wrong field."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the engine's config.json") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); expected the engine's config.json") from error
+    try:
+        return EngineConfig.model_validate(raw)
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']} (found {item['input']!r})"
+            for item in error.errors()
+        )
+        raise ConfigError(f"{path}: {wrong}") from error
+
+
+class Outcome(enum.StrEnum):
+    """Why an engine process ended; the value stands in the termination message."""
+
+    DRAINED = "Drained"
+    DRAIN_TIMED_OUT = "DrainTimedOut"
+    CRASHED = "Crashed"
+    WEDGED = "Wedged"
+    CONFIG_REFUSED = "ConfigRefused"
+
+
+EXIT_CODES: dict[Outcome, int] = {
+    Outcome.DRAINED: 0,
+    Outcome.CRASHED: 70,  # EX_SOFTWARE
+    Outcome.WEDGED: 71,
+    Outcome.DRAIN_TIMED_OUT: 75,  # EX_TEMPFAIL
+    Outcome.CONFIG_REFUSED: 78,  # EX_CONFIG
+}
+"""Process exit code of each outcome (numbers after BSD sysexits where one fits)."""
+
+
+class Termination(_Strict):
+    """The JSON in the pod's termination message: written by the engine, read by the operator."""
+
+    outcome: Outcome
+    role: str
+    host: str = Field(description="Pod name, or the host name without Kubernetes.")
+    message: str
+    in_flight: int = Field(default=0, description="Requests that were cut off.")
+
+    def encode(self) -> str:
+        """JSON of at most TERMINATION_MESSAGE_LIMIT bytes: a longer message is cut, or the kubelet would cut the JSON itself."""
+        text = self.model_dump_json()
+        excess = len(text.encode()) - TERMINATION_MESSAGE_LIMIT
+        if excess <= 0:
+            return text
+        # JSON escapes can take six bytes a character: cut in steps until it fits.
+        message = self.message
+        while len(text.encode()) > TERMINATION_MESSAGE_LIMIT:
+            message = message[: len(message) * 3 // 4]
+            text = self.model_copy(update={"message": message + "…"}).model_dump_json()
+        return text
+
+    @classmethod
+    def decode(cls, text: str) -> Termination | None:
+        """The message that an engine wrote, or None for anything else (a shell's last words, an empty file)."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:
+            return None

@@ -1,0 +1,136 @@
+"""What crosses the border between serving (asyncio, HTTP) and the step loop (threads, tensors). No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 switch those filters off.
+
+    `seed` None means a random one. Draws are keyed by (seed, output index), so neither the batch nor the role that
+    samples (prefill draws the first token, decode the rest) changes them.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """KV blocks of one request in the pool of one rank, in token order."""
+
+    rank: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token; `index` counts the output from 0. The last one of a request carries `finish`."""
+
+    id: int
+    index: int
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Result of a prefill: the first token, and the prompt's KV, held until `Engine.release(request.id)`."""
+
+    token: Token
+    blocks: Blocks
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot for metrics and /internal/v1/state. Counters only grow."""
+
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    prompt_tokens_computed: int
+    tokens_generated: int
+    steps: int
+    per_rank_running: Sequence[int] = field(default_factory=tuple)
+
+
+class RequestError(Exception):
+    """This request can never run as asked (too long, bad token); the message goes to the client as a 400."""
+
+
+class KvPool(Protocol):
+    """One rank's KV: a page-first slab, so that a block is one contiguous run of bytes across all layers."""
+
+    num_blocks: int
+    block_bytes: int
+    block_size: int
+    tensor: Any
+    """uint8 [num_blocks, block_bytes], contiguous, on CPU; what the transfer agent registers."""
+
+
+class Engine(Protocol):
+    """The step loop as the serving side sees it. Every method is called from one event loop; none blocks it."""
+
+    pools: Sequence[KvPool]
+    layout: dict[str, str | int]
+    """What P and D must agree on beside the pool's geometry: model hash, dtype, rope layout, layers, block size, version."""
+
+    async def prefill(self, request: Request) -> Prefilled:
+        """Waits for a seat and blocks, computes the whole prompt once, samples token 0. Raises RequestError.
+
+        Cancelling the call frees everything it held.
+        """
+        ...
+
+    async def reserve(self, request: Request) -> Blocks:
+        """Waits, in order, for a seat and for blocks of prompt + max_tokens: nothing is ever preempted. Raises RequestError.
+
+        Cancelling while waiting leaves the queue. The KV of the prompt may then be written into `pools[rank]`.
+        """
+        ...
+
+    def decode(self, request: Request, blocks: Blocks, first: Token) -> AsyncIterator[Token]:
+        """Continues after `first` (which is not yielded again) from the KV of the prompt already in `blocks`.
+
+        Frees seat and blocks when it ends, also when the iterator is closed early.
+        """
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Gives back whatever `prefill` or `reserve` still holds for this request; unknown ids are ignored."""
+        ...
+
+    def stats(self) -> Stats: ...
+
+    def seconds_without_progress(self) -> float:
+        """Seconds since the last finished step while work is queued; 0.0 when idle. What /livez reports."""
+        ...
+
+    def start(self) -> None: ...
+
+    def failure(self) -> BaseException | None:
+        """The exception that ended a rank's loop, if one did: the process then leaves with outcome Crashed."""
+        ...
+
+    def stop(self) -> None:
+        """Joins the rank threads and releases the pools; running requests end with finish 'abort'."""
+        ...

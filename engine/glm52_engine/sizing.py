@@ -1,0 +1,104 @@
+"""Memory and time budgets as pure arithmetic, shared by the operator (what a pod asks for) and the engine (its preflight).
+
+All sizes are bytes unless a name says GiB. Sources of the constants stand beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm52_engine.config import DrainConfig, RoleConfig
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+SHARED_MEMORY = 256 * MIB
+"""/dev/shm of a pod: UCX and torch use it; pages there count against the pod's memory limit."""
+
+PROCESS_OVERHEAD = 1536 * MIB
+"""One engine process: interpreter, torch and its libraries, HTTP, activations."""
+
+RANK_OVERHEAD = 256 * MIB
+"""Per rank: step buffers, logits of one step, block tables."""
+
+PROPAGATION_SECONDS = 5
+"""Seconds for routers and proxies to learn that a pod no longer takes requests."""
+
+UNPIN_SECONDS_PER_GIB = 0.1
+"""Releasing pinned memory: registering takes about 70 s a TB on such machines, releasing no longer; rounded up."""
+
+SHUTDOWN_MARGIN_SECONDS = 15
+
+START_SECONDS = 120
+"""Import, connect, first forward: what a start takes beside reading weights and touching the pool."""
+
+LOAD_SECONDS_PER_GIB = 5
+"""Reading weights: 0.2 GiB/s is a slow network volume."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What one pod of a role needs in host memory, by cause; bytes."""
+
+    ranks: int
+    host_pool: int
+    weights: int
+    shared_memory: int
+    overhead: int
+
+    @property
+    def host_pools(self) -> int:
+        return self.ranks * self.host_pool
+
+    @property
+    def per_host(self) -> int:
+        return self.host_pools + self.weights + self.shared_memory + self.overhead
+
+    def explain(self) -> str:
+        """The sum written out, the same text in a condition and in the preflight's refusal."""
+        return (
+            f"{gib(self.per_host)} = {self.ranks} rank{'s' if self.ranks != 1 else ''} × {gib(self.host_pool)} host pool"
+            f" + {gib(self.weights)} weights + {gib(self.shared_memory)} shared memory + {gib(self.overhead)} overhead"
+        )
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with at most two decimals: `4 GiB`, `1.75 GiB`."""
+    return f"{size / GIB:.2f}".rstrip("0").rstrip(".") + " GiB"
+
+
+def host_memory(role: RoleConfig, *, weights_gib: int) -> HostMemory:
+    """Memory request = limit of one pod: ranks × host pool + weights + shared memory + overhead."""
+    return HostMemory(
+        ranks=role.ranks_per_host,
+        host_pool=role.host_pool_gib * GIB,
+        weights=weights_gib * GIB,
+        shared_memory=SHARED_MEMORY,
+        overhead=PROCESS_OVERHEAD + role.ranks_per_host * RANK_OVERHEAD,
+    )
+
+
+def unpin_seconds(role: RoleConfig) -> int:
+    """Upper bound of releasing every pool of one pod."""
+    return int(role.ranks_per_host * role.host_pool_gib * UNPIN_SECONDS_PER_GIB) + 1
+
+
+def grace_period_seconds(role: RoleConfig, drain: DrainConfig) -> int:
+    """terminationGracePeriodSeconds = propagation + drain window + unpin + margin: a SIGKILL never meets a running unpin."""
+    return PROPAGATION_SECONDS + drain.window_seconds + unpin_seconds(role) + SHUTDOWN_MARGIN_SECONDS
+
+
+def startup_budget_seconds(role: RoleConfig, *, weights_gib: int) -> int:
+    """Seconds a start may take before the startup probe gives up: base + reading weights + touching the pools."""
+    pools = role.ranks_per_host * role.host_pool_gib
+    return START_SECONDS + LOAD_SECONDS_PER_GIB * weights_gib + pools
+
+
+def kv_token_bytes(*, layers: int, mla_row: int, full_layers: int, index_row: int) -> int:
+    """Bytes of one token's KV: an MLA row in every layer, an index key in every layer with its own indexer."""
+    return layers * mla_row + full_layers * index_row
+
+
+def pool_blocks(pool: int, *, block_size: int, token_bytes: int) -> int:
+    """Whole blocks that fit a pool of `pool` bytes; block_size in tokens."""
+    return pool // (block_size * token_bytes)

@@ -80,7 +80,10 @@ class DiscoveryConfig(_Strict):
 
 
 class EngineConfig(_Strict):
-    """Everything that the pods of one deployment share; what differs per pod comes from the command line and the environment."""
+    """Everything that the pods of one deployment share.
+
+    What differs per pod comes from the command line and the environment.
+    """
 
     model: ModelConfig
     prefill: RoleConfig
@@ -98,7 +101,7 @@ class EngineConfig(_Strict):
 
 
 class ConfigError(Exception):
-    """The configuration or the checkpoint can never work as given; the message names the file, the field and the remedy."""
+    """Configuration or checkpoint can never work as given; the message names file, field and remedy."""
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
@@ -149,11 +152,8 @@ class Termination(_Strict):
     in_flight: int = Field(default=0, description="Requests that were cut off.")
 
     def encode(self) -> str:
-        """JSON of at most TERMINATION_MESSAGE_LIMIT bytes: a longer message is cut, or the kubelet would cut the JSON itself."""
+        """JSON of at most TERMINATION_MESSAGE_LIMIT bytes: else the kubelet would cut the JSON itself."""
         text = self.model_dump_json()
-        excess = len(text.encode()) - TERMINATION_MESSAGE_LIMIT
-        if excess <= 0:
-            return text
         # JSON escapes can take six bytes a character: cut in steps until it fits.
         message = self.message
         while len(text.encode()) > TERMINATION_MESSAGE_LIMIT:

@@ -1,4 +1,4 @@
-"""Memory and time budgets as pure arithmetic, shared by the operator (what a pod asks for) and the engine (its preflight).
+"""Memory and time budgets as pure arithmetic: the operator asks for them, the engine's preflight checks them.
 
 All sizes are bytes unless a name says GiB. Sources of the constants stand beside them.
 """
@@ -56,8 +56,9 @@ class HostMemory:
 
     def explain(self) -> str:
         """The sum written out, the same text in a condition and in the preflight's refusal."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return (
-            f"{gib(self.per_host)} = {self.ranks} rank{'s' if self.ranks != 1 else ''} × {gib(self.host_pool)} host pool"
+            f"{gib(self.per_host)} = {ranks} × {gib(self.host_pool)} host pool"
             f" + {gib(self.weights)} weights + {gib(self.shared_memory)} shared memory + {gib(self.overhead)} overhead"
         )
 
@@ -84,7 +85,7 @@ def unpin_seconds(role: RoleConfig) -> int:
 
 
 def grace_period_seconds(role: RoleConfig, drain: DrainConfig) -> int:
-    """terminationGracePeriodSeconds = propagation + drain window + unpin + margin: a SIGKILL never meets a running unpin."""
+    """terminationGracePeriodSeconds = propagation + drain window + unpin + margin: no SIGKILL meets a running unpin."""
     return PROPAGATION_SECONDS + drain.window_seconds + unpin_seconds(role) + SHUTDOWN_MARGIN_SECONDS
 
 

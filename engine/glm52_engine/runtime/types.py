@@ -92,7 +92,7 @@ class Engine(Protocol):
 
     pools: Sequence[KvPool]
     layout: dict[str, str | int]
-    """What P and D must agree on beside the pool's geometry: model hash, dtype, rope layout, layers, block size, version."""
+    """What P and D must agree on beside the pool's geometry: model hash, dtype, rope layout, layers, version."""
 
     async def prefill(self, request: Request) -> Prefilled:
         """Waits for a seat and blocks, computes the whole prompt once, samples token 0. Raises RequestError.
@@ -102,9 +102,10 @@ class Engine(Protocol):
         ...
 
     async def reserve(self, request: Request) -> Blocks:
-        """Waits, in order, for a seat and for blocks of prompt + max_tokens: nothing is ever preempted. Raises RequestError.
+        """Waits, in order, for a seat and for blocks of prompt + max_tokens: nothing is ever preempted.
 
-        Cancelling while waiting leaves the queue. The KV of the prompt may then be written into `pools[rank]`.
+        Raises RequestError. Cancelling while waiting leaves the queue. The KV of the prompt may then be written
+        into `pools[rank]`.
         """
         ...
 

@@ -1,0 +1,94 @@
+"""`make test`: every check and every test, one after the other, with times; the first failure does not hide the rest.
+
+    python -m e2e.suite            everything, on a cluster it brings up
+    python -m e2e.suite lint       ruff, mypy, import-linter, generated files, helm lint
+    python -m e2e.suite unit       the tests that need no cluster
+    python -m e2e.suite e2e        the tests on the cluster
+
+A layer that cannot run says so, and fails the run when CI is set: a green run that tested nothing is worse than a red one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+BIN = Path(PYTHON).parent
+
+Layer = Callable[[], int]
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None) -> int:
+    words = [str(word) for word in command]
+    print(f"$ {' '.join(words)}", flush=True)
+    return subprocess.run(words, cwd=ROOT, env={**os.environ, **(env or {})}, check=False).returncode
+
+
+def first_failure(codes: Sequence[int]) -> int:
+    return next((code for code in codes if code), 0)
+
+
+def lint() -> int:
+    if (ROOT / "operator/__init__.py").exists():
+        print("operator/__init__.py would shadow the standard library's operator module; delete it", file=sys.stderr)
+        return 1
+    return first_failure(
+        [
+            run(BIN / "ruff", "check", "."),
+            run(BIN / "ruff", "format", "--check", "."),
+            run(BIN / "mypy", "engine/glm52_engine", "operator/glm52_operator", "e2e"),
+            run(BIN / "lint-imports", "--no-cache"),
+            run(PYTHON, "-m", "glm52_operator.cli", "crd", "--check"),
+        ]
+    )
+
+
+def unit() -> int:
+    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster")
+
+
+def cluster() -> int:
+    return run(PYTHON, "-m", "e2e.cluster", "up", "--no-example")
+
+
+def e2e() -> int:
+    code = run(PYTHON, "-m", "pytest", "-q", "tests", "e2e", "-m", "cluster", "--durations=15")
+    if code:
+        logs = ROOT / "build/cluster-logs"
+        run(PYTHON, "-m", "e2e.cluster", "logs", logs)
+        print(f"logs of every node and pod: {logs}", flush=True)
+    return code
+
+
+def layers(names: Sequence[str]) -> list[tuple[str, Layer]]:
+    every: dict[str, Layer] = {"lint": lint, "unit": unit, "cluster": cluster, "e2e": e2e}
+    unknown = sorted(set(names) - set(every))
+    if unknown:
+        raise SystemExit(f"no layer {', '.join(unknown)}; there are {', '.join(every)}")
+    return [(name, layer) for name, layer in every.items() if not names or name in names]
+
+
+def main(names: Sequence[str]) -> int:
+    results: list[tuple[str, int, float]] = []
+    for name, layer in layers(names):
+        print(f"\n=== {name}", flush=True)
+        if name == "e2e" and any(n == "cluster" and code for n, code, _ in results):
+            print("SKIPPED: no cluster came up, so nothing was tested on one", flush=True)
+            results.append((name, 1 if os.environ.get("CI") else 0, 0.0))
+            continue
+        began = time.monotonic()
+        results.append((name, layer(), time.monotonic() - began))
+    print("\n=== summary")
+    for name, code, seconds in results:
+        print(f"  {name:<8} {'ok' if code == 0 else f'FAILED ({code})':<14} {seconds:7.1f} s")
+    return first_failure([code for _, code, _ in results])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""The contract: what a wrong configuration says, and what a termination message keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm52_engine.config import (
+    EXIT_CODES,
+    TERMINATION_MESSAGE_LIMIT,
+    ConfigError,
+    EngineConfig,
+    Outcome,
+    Termination,
+    read_engine_config,
+)
+
+
+def valid() -> dict[str, Any]:
+    role = {"ranks_per_host": 1, "host_pool_gib": 1, "max_num_seqs": 4}
+    return {
+        "model": {"name": "m", "path": "/models/m", "max_model_len": 128, "weights_gib": 1},
+        "prefill": role,
+        "decode": role,
+        "drain": {"window_seconds": 10},
+    }
+
+
+def test_a_rendered_config_reads_back_equal(tmp_path: Path) -> None:
+    config = EngineConfig.model_validate(valid())
+    file = tmp_path / "config.json"
+    file.write_text(config.model_dump_json())
+    assert read_engine_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        pytest.param(("model", "max_model_len"), 0, "model.max_model_len", id="zero"),
+        pytest.param(("prefill", "ranks_per_host"), 1.5, "prefill.ranks_per_host", id="fractional"),
+        pytest.param(("decode", "max_num_seqs"), "4", "decode.max_num_seqs", id="wrong type"),
+        pytest.param(("drain", "windowSeconds"), 3, "drain.windowSeconds", id="unknown field"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(tmp_path: Path, path: tuple[str, str], value: object, said: str) -> None:
+    raw = valid()
+    raw[path[0]] = {**raw[path[0]], path[1]: value}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError) as error:
+        read_engine_config(file)
+    assert str(file) in str(error.value)
+    assert said in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_engine_config(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_engine_config(tmp_path / "absent.json")
+
+
+@given(st.text(max_size=20_000))
+def test_a_termination_message_always_fits_and_reads_back(message: str) -> None:
+    sent = Termination(outcome=Outcome.CRASHED, role="decode", host="h", message=message)
+    text = sent.encode()
+    assert len(text.encode()) <= TERMINATION_MESSAGE_LIMIT
+    read = Termination.decode(text)
+    assert read is not None
+    assert read.outcome is Outcome.CRASHED
+    assert read.message == message or message.startswith(read.message.removesuffix("…"))
+
+
+@pytest.mark.parametrize("text", ["", "Killed", "{}", '{"outcome": "Odd"}'])
+def test_foreign_last_words_are_not_taken_for_ours(text: str) -> None:
+    assert Termination.decode(text) is None
+
+
+def test_every_outcome_has_its_own_exit_code() -> None:
+    assert set(EXIT_CODES) == set(Outcome)
+    assert len(set(EXIT_CODES.values())) == len(Outcome)
+    assert EXIT_CODES[Outcome.DRAINED] == 0

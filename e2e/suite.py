@@ -5,7 +5,8 @@
     python -m e2e.suite unit       the tests that need no cluster
     python -m e2e.suite e2e        the tests on the cluster
 
-A layer that cannot run says so, and fails the run when CI is set: a green run that tested nothing is worse than a red one.
+A layer that cannot run says so, and fails the run when CI is set: a green run that tested nothing is worse than a red
+one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Fixtures of every test that runs on the cluster: tests/**/cluster and e2e/."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from e2e.cluster import Cluster, attach
+from e2e.kube import Kubectl
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    """The running cluster (make up, or `python -m e2e.cluster up --no-example`) with the operator installed."""
+    return attach()
+
+
+@pytest.fixture(scope="session")
+def kubectl(cluster: Cluster) -> Kubectl:
+    return Kubectl(cluster.kubectl, cluster.kubeconfig)
+
+
+@pytest.fixture(scope="module")
+def cluster_namespace(kubectl: Kubectl, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A fresh namespace for each test module, gone with everything in it afterwards."""
+    stem = re.sub(r"[^a-z0-9]+", "-", request.path.stem.removeprefix("test_").lower())
+    name = f"t-{stem}-{uuid.uuid4().hex[:6]}"
+    kubectl("create", "namespace", name)
+    yield name
+    kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+
+
+@pytest.fixture(scope="module")
+def kube(kubectl: Kubectl, cluster_namespace: str) -> Kubectl:
+    """kubectl within the module's namespace."""
+    return kubectl.within(cluster_namespace)

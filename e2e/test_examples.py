@@ -1,0 +1,43 @@
+"""Every file in examples/ is applied, and becomes what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from e2e.kube import Kubectl, condition, until, wait_ready
+
+pytestmark = pytest.mark.cluster
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FILES = sorted(EXAMPLES.glob("*.yaml"))
+NEEDS_A_CHECKPOINT = {"checkpoint-on-pvc.yaml"}
+
+
+def test_there_are_examples() -> None:
+    assert {"tiny.yaml", "two-ranks.yaml", *NEEDS_A_CHECKPOINT} <= {f.name for f in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
+def test_an_example_applies(kubectl: Kubectl, file: Path) -> None:
+    # In the namespace a reader would use: examples/tiny.yaml may already run there, on the one node port it names.
+    kube = kubectl.within("default")
+    name = next(o["metadata"]["name"] for o in yaml.safe_load_all(file.read_text()) if o["kind"] == "GLM52Deployment")
+    was_there = kube.get("glm52", name) is not None
+    kube("apply", "-f", str(file))
+    try:
+        if file.name in NEEDS_A_CHECKPOINT:
+            # The claim is empty here: the condition has to say which file is missing.
+            until(
+                "the missing checkpoint is named",
+                lambda: "config.json" in condition(kube.get("glm52", name), "PrefillReady").get("message", ""),
+                timeout=150,
+                last=lambda: (kube.get("glm52", name) or {}).get("status"),
+            )
+        else:
+            wait_ready(kube, name)
+    finally:
+        if not was_there:
+            kube("delete", "-f", str(file), "--wait=false")

@@ -1,0 +1,204 @@
+"""Text ↔ token ids of one checkpoint: `tokenizer.json`, `chat_template.jinja`, `generation_config.json`."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from glm52_engine.config import ConfigError
+from glm52_engine.tokenizer.assets import byte_alphabet
+
+
+class TemplateError(ValueError):
+    """These messages do not fit the chat template; the text goes to the client."""
+
+
+class Tokenizer:
+    """Thread-safe after construction.
+
+    `eos_ids`: every id that ends a generation. `vocab_bound`: greatest decodable id + 1; the model's vocabulary is
+    padded beyond it, and a sampled id from the padding would be no text at all.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer, *, template: str, eos_ids: frozenset[int]) -> None:
+        self._raw = raw
+        self.eos_ids = eos_ids
+        vocab: dict[str, int] = raw.get_vocab(with_added_tokens=True)
+        self.vocab_bound = max(vocab.values()) + 1
+        self._bytes, self._special = _token_bytes(raw, vocab)
+        self._template = _compile(template)
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> Tokenizer:
+        """Read a checkpoint directory; raises ConfigError naming the file."""
+        path = checkpoint / "tokenizer.json"
+        text = _read(path)
+        _check_byte_level(path, text)
+        try:
+            raw = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{path}: found no usable tokenizer ({error}); expected Hugging Face's format") from error
+        template = _read(checkpoint / "chat_template.jinja")
+        try:
+            return cls(raw, template=template, eos_ids=_eos_ids(checkpoint))
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"{checkpoint / 'chat_template.jinja'}: line {error.lineno}: {error.message}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens in it become their ids, none are added."""
+        ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; what is no UTF-8 becomes U+FFFD. Raises ValueError for an id outside the vocabulary."""
+        detokenizer = Detokenizer(self, skip_special=skip_special)
+        return "".join([detokenizer.push(token) for token in ids]) + detokenizer.flush()
+
+    def token_bytes(self, token: int, *, skip_special: bool = True) -> bytes:
+        """Bytes that one token adds to the text; a special token adds none unless asked for."""
+        if skip_special and token in self._special:
+            return b""
+        try:
+            return self._bytes[token]
+        except KeyError:
+            raise ValueError(f"token id {token} is not in the tokenizer's vocabulary") from None
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        return Detokenizer(self, skip_special=skip_special)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation; `variables` reach the template (GLM's: enable_thinking).
+
+        Messages are OpenAI's; the arguments of a tool call may be a JSON string or an object. Raises TemplateError.
+        """
+        try:
+            return self._template.render(
+                messages=[_with_parsed_calls(message) for message in messages],
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
+            raise TemplateError(f"the messages do not fit the chat template: {error}") from error
+
+
+class Detokenizer:
+    """Text of a stream of ids, held back until it is whole UTF-8; one per request."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Text that became complete with this token, often empty in the middle of a character."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token, skip_special=self._skip_special))
+
+    def flush(self) -> str:
+        """What is left at the end of the stream: U+FFFD for a character that never became whole."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+def _with_parsed_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI sends arguments as a string of JSON, templates iterate over an object."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def decodable_bound(checkpoint: Path) -> int:
+    """Greatest decodable id + 1 of a checkpoint's tokenizer, without compiling its template."""
+    path = checkpoint / "tokenizer.json"
+    try:
+        raw = json.loads(_read(path))
+        ids = [*raw["model"]["vocab"].values(), *(token["id"] for token in raw.get("added_tokens", []))]
+        return int(max(ids)) + 1
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: found no vocabulary ({error!r}); expected Hugging Face's format") from error
+
+
+def _token_bytes(raw: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[dict[int, bytes], frozenset[int]]:
+    """The bytes of every id: added tokens stand for their own text, the others are spelt in the byte alphabet."""
+    to_byte = {character: byte for byte, character in byte_alphabet().items()}
+    added = raw.get_added_tokens_decoder()
+    table = {
+        token: text.encode() if token in added else bytes(to_byte[character] for character in text)
+        for text, token in vocab.items()
+    }
+    return table, frozenset(token for token, entry in added.items() if entry.special)
+
+
+def _check_byte_level(path: Path, text: str) -> None:
+    try:
+        decoder = json.loads(text)["decoder"]
+        kind = decoder["type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: decoder: missing ({error!r}); expected ByteLevel") from error
+    if kind != "ByteLevel":
+        # Bytes are looked up per token; any other decoder would make text that this lookup does not.
+        raise ConfigError(f"{path}: decoder.type: found {kind!r}; expected 'ByteLevel'")
+
+
+def _eos_ids(checkpoint: Path) -> frozenset[int]:
+    """`generation_config.json` decides, as everywhere; without it config.json does."""
+    path = checkpoint / "generation_config.json"
+    if not path.exists():
+        path = checkpoint / "config.json"
+    try:
+        value = json.loads(_read(path))["eos_token_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: eos_token_id: missing ({error!r}); expected a list of token ids") from error
+    ids = value if isinstance(value, list) else [value]
+    if not ids or not all(type(token) is int for token in ids):
+        raise ConfigError(f"{path}: eos_token_id: found {value!r}; expected a list of token ids")
+    return frozenset(ids)
+
+
+def _compile(template: str) -> jinja2.Template:
+    # A checkpoint is data: its template must not reach Python's internals.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # jinja2's own filter escapes < > & for HTML, which a model would see as noise.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected it in the checkpoint") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 ({error}); expected text") from error

@@ -1,0 +1,262 @@
+"""One NIXL agent per pod, owned by one thread: the agent is not thread-safe, and posting a READ may copy in the call.
+
+The event loop hands jobs over and awaits futures; the step loop is never involved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm52_engine.runtime.types import KvPool
+from glm52_engine.transfer.descriptors import Region, runs
+
+log = logging.getLogger(__name__)
+
+PULL_SECONDS = 20.0
+"""Shorter than a lease: blocks that are being read cannot be handed to another request meanwhile."""
+
+BUSY_POLL_SECONDS = 0.0005
+NOTICE_POLL_SECONDS = 0.005
+
+
+class TransferError(Exception):
+    """A pull that did not bring every byte; the local blocks hold nothing of use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A remote agent. Its name is new with every start of its process: an old incarnation cannot be mistaken for it."""
+
+    name: str
+    metadata: bytes
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    peer: Peer
+    remote_rank: int
+    remote_ids: Sequence[int]
+    local_rank: int
+    local_ids: Sequence[int]
+    notice: bytes
+
+
+@dataclass(slots=True)
+class _Job:
+    pull: Pull
+    done: Future[int]
+    deadline: float
+    bytes: int = 0
+    handle: Any = None
+
+
+@dataclass(slots=True)
+class _Call:
+    run: Callable[[], object]
+    done: Future[Any] = field(default_factory=Future)
+
+
+class TransferAgent:
+    """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached."""
+
+    def __init__(
+        self, name: str, pools: Sequence[KvPool], *, on_notice: Callable[[bytes], None], expects: Callable[[], int]
+    ) -> None:
+        self.name = name
+        self.regions = tuple(Region(pool.tensor.data_ptr(), pool.num_blocks, pool.block_bytes) for pool in pools)
+        self.metadata = b""
+        self._pools = pools
+        self._on_notice = on_notice
+        self._expects = expects
+        self._inbox: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
+        self._jobs: list[_Job] = []
+        self._known: set[str] = set()
+        self._nixl: Any = None
+        self._registered: Any = None
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+
+    def start(self) -> None:
+        """Creates the agent and registers every pool once; blocks until that is done."""
+        self._thread.start()
+        call = _Call(self._open)
+        self._inbox.put(call)
+        call.done.result()
+
+    async def pull(self, pull: Pull, *, seconds: float = PULL_SECONDS) -> int:
+        """Reads the blocks, returns the bytes. When it returns or raises, nothing writes to the local blocks any more.
+
+        A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
+        """
+        job = _Job(pull, Future(), time.monotonic() + seconds)
+        self._inbox.put(job)
+        future = asyncio.wrap_future(job.done)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            with contextlib.suppress(TransferError):
+                future.result()
+            raise cancelled
+        return future.result()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends running pulls, deregisters the pools and joins the thread."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join(timeout)
+
+    # Everything below runs on the agent's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException:
+            log.exception("the transfer thread ended")
+        finally:
+            self._shut()
+
+    def _turn(self) -> bool:
+        """One round: take what came in, look at running pulls and at notices. False at the end."""
+        wait = BUSY_POLL_SECONDS if self._jobs else NOTICE_POLL_SECONDS if self._expects() else 0.25
+        with contextlib.suppress(queue.Empty):
+            item = self._inbox.get(timeout=wait)
+            if item is None:
+                return False
+            if isinstance(item, _Call):
+                _settle(item.done, item.run)
+            else:
+                self._begin(item)
+        self._jobs = [job for job in self._jobs if self._runs_on(job)]
+        if self._nixl is not None and self._expects():
+            self._collect_notices()
+        return True
+
+    def _open(self) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")
+        from nixl_cu13 import nixl_agent, nixl_agent_config
+
+        self._nixl = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
+        spans = [(region.address, region.num_blocks * region.block_bytes, 0, "") for region in self.regions]
+        self._registered = self._nixl.register_memory(spans, "DRAM")
+        self.metadata = self._nixl.get_agent_metadata()
+
+    def _begin(self, job: _Job) -> None:
+        try:
+            self._post(job)
+        except ValueError as error:
+            job.done.set_exception(TransferError(str(error)))
+        except Exception as error:
+            self._fail(job, f"cannot read from {job.pull.peer.name}: {_reason(error)}")
+        else:
+            self._jobs.append(job)
+
+    def _post(self, job: _Job) -> None:
+        pull = job.pull
+        if not 0 <= pull.remote_rank < len(pull.peer.regions):
+            raise ValueError(f"rank {pull.remote_rank} of a peer with {len(pull.peer.regions)}")
+        merged = runs(pull.remote_ids, pull.local_ids)
+        theirs = pull.peer.regions[pull.remote_rank].spans([(run.remote, run.count) for run in merged])
+        ours = self.regions[pull.local_rank].spans([(run.local, run.count) for run in merged])
+        if pull.peer.name not in self._known:
+            self._nixl.add_remote_agent(pull.peer.metadata)
+            self._known.add(pull.peer.name)
+        job.handle = self._nixl.initialize_xfer(
+            "READ",
+            self._nixl.get_xfer_descs(ours, "DRAM"),
+            self._nixl.get_xfer_descs(theirs, "DRAM"),
+            pull.peer.name,
+            pull.notice,
+        )
+        job.bytes = sum(size for _, size, _ in ours)
+        if self._nixl.transfer(job.handle) == "ERR":
+            raise TransferError("the transfer could not be posted")
+
+    def _runs_on(self, job: _Job) -> bool:
+        """Looks at one pull; settles it and returns False when it is over."""
+        if job.done.done():
+            return False
+        try:
+            state = self._nixl.check_xfer_state(job.handle)
+        except Exception as error:
+            state = f"ERR ({_reason(error)})"
+        if state == "DONE":
+            self._release(job)
+            job.done.set_result(job.bytes)
+            return False
+        if state != "PROC":
+            self._fail(job, f"reading from {job.pull.peer.name} failed: {state}")
+            return False
+        if time.monotonic() >= job.deadline:
+            self._fail(job, f"reading from {job.pull.peer.name} took too long")
+            return False
+        return True
+
+    def _fail(self, job: _Job, message: str) -> None:
+        """Cutting the connection is what stops late writes into our blocks; other pulls from that peer end with it."""
+        name = job.pull.peer.name
+        self._release(job)
+        for other in self._jobs:
+            if other is not job and other.pull.peer.name == name and not other.done.done():
+                self._release(other)
+        if name in self._known:
+            self._known.discard(name)
+            with contextlib.suppress(Exception):
+                self._nixl.remove_remote_agent(name)
+        for ended in [job, *(o for o in self._jobs if o is not job and o.pull.peer.name == name)]:
+            if not ended.done.done():
+                ended.done.set_exception(TransferError(message))
+
+    def _release(self, job: _Job) -> None:
+        if job.handle is None:
+            return
+        try:
+            job.handle.release()
+        except Exception as error:
+            log.warning("a transfer handle is not released", extra={"reason": _reason(error)})
+        job.handle = None
+
+    def _collect_notices(self) -> None:
+        for notices in self._nixl.get_new_notifs().values():
+            for notice in notices:
+                self._on_notice(notice)
+
+    def _shut(self) -> None:
+        for job in self._jobs:
+            self._fail(job, "the pod is going away")
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                item.done.set_exception(TransferError("the pod is going away"))
+        if self._nixl is not None:
+            with contextlib.suppress(Exception):
+                self._nixl.deregister_memory(self._registered)
+            self._nixl = None
+
+
+def _settle(done: Future[Any], run: Callable[[], object]) -> None:
+    try:
+        done.set_result(run())
+    except BaseException as error:
+        done.set_exception(error)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,100 @@
+"""The prefill side of a hand-off: KV is held under leases until a decode peer has read it, gives it up, or goes silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from glm52_engine.runtime.types import Blocks, Engine
+from glm52_engine.transfer.lease import Lease, LeaseTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Bytes and outcomes of KV hand-offs; only grow."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    pulls: int = 0
+    pulls_failed: int = 0
+    handed_over: int = 0
+    given_up: int = 0
+    expired: int = 0
+
+
+def notice(request_id: str, size: int) -> bytes:
+    """What a decode peer attaches to its READ: it arrives when the last byte has been read."""
+    return json.dumps({"id": request_id, "bytes": size}).encode()
+
+
+class Holder:
+    def __init__(
+        self,
+        engine: Engine,
+        counters: TransferCounters,
+        *,
+        table: LeaseTable | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.counters = counters
+        self.table = table or LeaseTable()
+        self.on_change = on_change
+        self.clock = clock
+        self._loop = asyncio.get_running_loop()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def grant(self, request_id: str, blocks: Blocks, num_tokens: int) -> Lease:
+        return self.table.grant(request_id, blocks, num_tokens, self.clock())
+
+    def renew(self, request_id: str) -> Lease | None:
+        return self.table.renew(request_id, self.clock())
+
+    def give_up(self, request_id: str) -> bool:
+        """The peer does not need the KV; unknown and already ended leases are harmless."""
+        if self.table.end(request_id) is None:
+            return False
+        self.counters.given_up += 1
+        self._free(request_id)
+        return True
+
+    def notice_from_agent(self, message: bytes) -> None:
+        """Called on the transfer thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._handed_over, message)
+
+    def _handed_over(self, message: bytes) -> None:
+        try:
+            fields = json.loads(message)
+            request_id, size = str(fields["id"]), int(fields["bytes"])
+        except (ValueError, KeyError, TypeError):
+            log.warning("a notice that is none of ours", extra={"notice": message[:100]})
+            return
+        self.counters.bytes_out += size
+        self.counters.handed_over += 1
+        if self.table.end(request_id) is None:
+            log.warning("KV was read after its lease", extra={"request": request_id})
+            return
+        self._free(request_id)
+
+    async def expire_forever(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for lease in self.table.expire(self.clock()):
+                self.counters.expired += 1
+                log.warning("lease expired, no peer came for the KV", extra={"request": lease.request_id})
+                self._free(lease.request_id)
+
+    def _free(self, request_id: str) -> None:
+        self.engine.release(request_id)
+        self.on_change()

@@ -1,0 +1,50 @@
+"""The KV that a prefill pod holds for decode peers, each under a lease. Pure bookkeeping; time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from glm52_engine.runtime.types import Blocks
+
+LEASE_SECONDS = 30.0
+"""A decode peer that still waits for a seat renews its lease long before this; a dead one frees the blocks after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    request_id: str
+    blocks: Blocks
+    num_tokens: int
+    ends_at: float
+
+
+class LeaseTable:
+    def __init__(self, seconds: float = LEASE_SECONDS) -> None:
+        self.seconds = seconds
+        self._leases: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, request_id: str, blocks: Blocks, num_tokens: int, now: float) -> Lease:
+        lease = Lease(request_id, blocks, num_tokens, now + self.seconds)
+        self._leases[request_id] = lease
+        return lease
+
+    def renew(self, request_id: str, now: float) -> Lease | None:
+        """None when it ended: its blocks may hold another request's rows by now."""
+        lease = self._leases.get(request_id)
+        if lease is None or now >= lease.ends_at:
+            return None
+        self._leases[request_id] = lease = replace(lease, ends_at=now + self.seconds)
+        return lease
+
+    def end(self, request_id: str) -> Lease | None:
+        return self._leases.pop(request_id, None)
+
+    def expire(self, now: float) -> list[Lease]:
+        """Removes and returns the leases whose time is over."""
+        over = [lease for lease in self._leases.values() if now >= lease.ends_at]
+        for lease in over:
+            del self._leases[lease.request_id]
+        return over

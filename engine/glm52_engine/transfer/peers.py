@@ -1,0 +1,191 @@
+"""The decode side of a hand-off: what it asks a prefill pod over HTTP, and the pull itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from glm52_engine.runtime.types import Blocks
+from glm52_engine.transfer.agent import Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.descriptors import Region
+from glm52_engine.transfer.fingerprint import Fingerprint, difference
+from glm52_engine.transfer.hold import TransferCounters, notice
+
+log = logging.getLogger(__name__)
+
+RENEW_SECONDS = 10.0
+"""A third of a lease: two lost renewals do not end it."""
+
+AGENT_PATH = "/internal/v1/kv/agent"
+LEASE_PATH = "/internal/v1/kv/lease"
+RELEASE_PATH = "/internal/v1/kv/release"
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class KvReference(_Message):
+    """Where the KV of one prompt lies; part of prefill's answer, handed on by the router."""
+
+    address: str
+    agent: str
+    rank: int = Field(ge=0)
+    blocks: list[int]
+    num_tokens: int = Field(ge=1)
+    fingerprint: Fingerprint
+
+
+class AgentCard(_Message):
+    """Answer of GET /internal/v1/kv/agent."""
+
+    name: str
+    metadata: str
+    regions: list[tuple[int, int, int]]
+
+    def peer(self) -> Peer:
+        regions = tuple(Region(*region) for region in self.regions)
+        return Peer(self.name, base64.b64decode(self.metadata, validate=True), regions)
+
+
+def agent_card(agent: TransferAgent) -> AgentCard:
+    regions = [(r.address, r.num_blocks, r.block_bytes) for r in agent.regions]
+    return AgentCard(name=agent.name, metadata=base64.b64encode(agent.metadata).decode(), regions=regions)
+
+
+class LeaseCard(_Message):
+    """Answer of POST /internal/v1/kv/lease: what prefill itself says it holds, for `seconds` more."""
+
+    rank: int
+    blocks: list[int]
+    num_tokens: int
+    seconds: float
+
+
+class Puller:
+    def __init__(
+        self,
+        agent: TransferAgent,
+        ours: Fingerprint,
+        session: aiohttp.ClientSession,
+        counters: TransferCounters,
+        token: str,
+    ) -> None:
+        self.agent = agent
+        self.ours = ours
+        self.session = session
+        self.counters = counters
+        self._headers = {INTERNAL_TOKEN_HEADER: token}
+        self._peers: dict[str, Peer] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    def check(self, kv: KvReference) -> None:
+        """Raises TransferError naming each field in which the two pods' KV differs."""
+        wrong = difference(self.ours, kv.fingerprint)
+        if wrong:
+            self.counters.pulls_failed += 1
+            raise TransferError(f"prefill {kv.address} and this decode pod cannot exchange KV: {wrong}")
+
+    @contextlib.contextmanager
+    def keeping(self, kv: KvReference, request_id: str) -> Iterator[asyncio.Task[None]]:
+        """Renews the lease while the request waits for a seat. The task ends, with an error, only when the lease is lost."""
+        task = asyncio.create_task(self._renew_forever(kv, request_id))
+        try:
+            yield task
+        finally:
+            task.cancel()
+
+    async def pull(self, kv: KvReference, request_id: str, into: Blocks) -> int:
+        """Confirms the lease, reads the KV into the first blocks of `into`, and counts the bytes."""
+        try:
+            size = await self._pull(kv, request_id, into)
+        except TransferError:
+            self.counters.pulls_failed += 1
+            raise
+        self.counters.pulls += 1
+        self.counters.bytes_in += size
+        return size
+
+    def give_up(self, kv: KvReference, request_id: str) -> None:
+        """Tells prefill in the background that nobody will read this KV; its lease ends it should that fail."""
+        task = asyncio.create_task(self._give_up(kv, request_id))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def settle(self) -> None:
+        """Waits for what runs in the background."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=2)
+
+    async def _pull(self, kv: KvReference, request_id: str, into: Blocks) -> int:
+        if len(kv.blocks) > len(into.ids):
+            raise TransferError(f"{len(kv.blocks)} blocks of KV for {len(into.ids)} reserved ones")
+        peer = await self._peer(kv)
+        # The last word before the READ: the lease is alive, is this request's, and outlives the longest pull.
+        lease = await self._renew(kv, request_id)
+        if (lease.rank, lease.blocks, lease.num_tokens) != (kv.rank, kv.blocks, kv.num_tokens):
+            raise TransferError(f"prefill {kv.address} holds other blocks for request {request_id} than was said")
+        size = len(kv.blocks) * self.agent.regions[into.rank].block_bytes
+        local = into.ids[: len(kv.blocks)]
+        pull = Pull(peer, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))
+        try:
+            return await self.agent.pull(pull)
+        except TransferError:
+            self._peers.pop(kv.agent, None)
+            raise
+
+    async def _peer(self, kv: KvReference) -> Peer:
+        known = self._peers.get(kv.agent)
+        if known is not None:
+            return known
+        try:
+            peer = AgentCard.model_validate(await self._ask("GET", kv, AGENT_PATH, None)).peer()
+        except (ValidationError, binascii.Error) as error:
+            raise TransferError(f"prefill {kv.address} describes its transfer agent wrongly: {error}") from error
+        if peer.name != kv.agent:
+            raise TransferError(f"prefill {kv.address} has restarted: its agent is {peer.name}, not {kv.agent}")
+        for stale in [name for name in self._peers if name.rpartition("/")[0] == peer.name.rpartition("/")[0]]:
+            del self._peers[stale]
+        self._peers[peer.name] = peer
+        return peer
+
+    async def _renew(self, kv: KvReference, request_id: str) -> LeaseCard:
+        try:
+            return LeaseCard.model_validate(
+                await self._ask("POST", kv, LEASE_PATH, {"id": request_id, "agent": kv.agent})
+            )
+        except ValidationError as error:
+            raise TransferError(f"prefill {kv.address} describes a lease wrongly: {error}") from error
+
+    async def _renew_forever(self, kv: KvReference, request_id: str) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            await self._renew(kv, request_id)
+
+    async def _give_up(self, kv: KvReference, request_id: str) -> None:
+        with contextlib.suppress(TransferError):
+            await self._ask("POST", kv, RELEASE_PATH, {"id": request_id})
+
+    async def _ask(self, method: str, kv: KvReference, path: str, body: dict[str, Any] | None) -> Any:
+        try:
+            timeout = aiohttp.ClientTimeout(total=5)
+            url = f"http://{kv.address}{path}"
+            async with self.session.request(method, url, json=body, headers=self._headers, timeout=timeout) as response:
+                if response.status != 200:
+                    raise TransferError(
+                        f"prefill {kv.address} answers {path} with {response.status}: {await response.text()}"
+                    )
+                return await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise TransferError(
+                f"prefill {kv.address} does not answer {path}: {error or type(error).__name__}"
+            ) from error

@@ -1,0 +1,48 @@
+"""One decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.model.indexer import Selection
+from glm52_engine.model.mla import Attention
+from glm52_engine.model.moe import Mlp, Moe
+from glm52_engine.model.rope import Rotation
+from glm52_engine.model.step import Step
+
+
+class Layer:
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """`weights`: this layer's tensors, named as in the checkpoint without `model.layers.N.`."""
+
+        def part(prefix: str) -> dict[str, torch.Tensor]:
+            return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+        self._eps = spec.rms_norm_eps
+        self._shape = (spec.hidden_size,)
+        self._input_norm = weights["input_layernorm.weight"]
+        self._mlp_norm = weights["post_attention_layernorm.weight"]
+        self._attention = Attention(spec, part("self_attn."), full=spec.indexer_types[index] == "full")
+        self._mlp = Moe(spec, part("mlp.")) if spec.is_moe(index) else Mlp(part("mlp."))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        by: Rotation,
+        step: Step,
+        rows: torch.Tensor,
+        index_keys: torch.Tensor | None,
+        selection: Selection | None,
+    ) -> tuple[torch.Tensor, Selection]:
+        """hidden [T, hidden]; the selection of the last full layer goes in, that of this layer comes out."""
+        normed = F.rms_norm(hidden, self._shape, self._input_norm, self._eps)
+        attended, selection = self._attention.forward(normed, by, step, rows, index_keys, selection)
+        hidden = hidden + attended
+        normed = F.rms_norm(hidden, self._shape, self._mlp_norm, self._eps)
+        return hidden + self._mlp.forward(normed), selection

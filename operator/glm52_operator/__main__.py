@@ -1,0 +1,5 @@
+import sys
+
+from glm52_operator.cli import main
+
+sys.exit(main())

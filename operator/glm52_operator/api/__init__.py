@@ -1,0 +1,1 @@
+"""The custom resource: pydantic models and the CRD generated from them."""

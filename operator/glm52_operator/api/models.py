@@ -1,0 +1,292 @@
+"""GLM52Deployment as pydantic models: source of the CRD's schema, and what the operator reads objects through.
+
+A rule that a schema can say stands in the field; a rule over several fields is a CEL rule in `rules(...)`, checked by
+the API server at apply.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from glm52_engine.config import MODEL_MOUNT, Preset
+from glm52_operator import names
+
+
+class Rule(dict[str, str]):
+    """One x-kubernetes-validations entry."""
+
+    def __init__(self, rule: str, message: str, field_path: str | None = None) -> None:
+        super().__init__(rule=rule, message=message)
+        if field_path is not None:
+            self["fieldPath"] = field_path
+
+
+def rules(*entries: Rule) -> dict[str, Any]:
+    return {"x-kubernetes-validations": [dict(entry) for entry in entries]}
+
+
+def _config(**extra: Any) -> ConfigDict:
+    return ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, json_schema_extra=extra or None
+    )
+
+
+class _Model(BaseModel):
+    model_config = _config()
+
+
+Volume = Annotated[
+    dict[str, Any],
+    Field(
+        min_length=1,
+        max_length=1,
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
+
+_PATH_RULE = (
+    f"!has(self.path) || ((self.path == '{MODEL_MOUNT}' || self.path.startsWith('{MODEL_MOUNT}/'))"
+    " && !self.path.split('/').exists(part, part == '..'))"
+)
+
+
+class Model(_Model):
+    """The checkpoint to serve and what it may be asked."""
+
+    model_config = _config(
+        **rules(
+            Rule(
+                "has(self.preset) != has(self.path)",
+                "exactly one of model.preset (a small random checkpoint made in the pod) and model.path (a checkpoint "
+                "directory on model.volume) must be set",
+            ),
+            Rule(
+                "has(self.path) == has(self.volume)",
+                f"model.path and model.volume belong together: the volume is mounted at {MODEL_MOUNT} and the path "
+                "names "
+                "the checkpoint directory in it; model.preset takes neither",
+            ),
+            Rule(
+                _PATH_RULE,
+                f"model.path must be {MODEL_MOUNT} or a directory under it, without '..': model.volume is mounted "
+                "there",
+                ".path",
+            ),
+        )
+    )
+
+    name: str = Field(
+        default="glm-5.2",
+        min_length=1,
+        max_length=128,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$",
+        description="Name under which the model is served in /v1/models and asked for in requests.",
+    )
+    preset: Preset | None = Field(
+        default=None,
+        description="A small random checkpoint of the GLM-5.2 architecture, made by an init container of every engine "
+        "pod; its answers are noise. Excludes path and volume.",
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description=f"Checkpoint directory inside the pod, under {MODEL_MOUNT}, where volume is mounted.",
+    )
+    volume: Volume | None = Field(
+        default=None,
+        description=f"Source of the volume with the checkpoint: exactly one core/v1 volume source, for example "
+        f"persistentVolumeClaim, hostPath or nfs. Mounted read-only at {MODEL_MOUNT}.",
+    )
+    max_model_len: int = Field(
+        default=4096, ge=1, le=1_048_576, description="Most tokens of one request, prompt and answer together."
+    )
+    weights_gib: int = Field(
+        alias="weightsGiB",
+        default=1,
+        ge=1,
+        le=4096,
+        description="Host memory that the weights take in one engine pod, GiB; part of the pod's memory request.",
+    )
+
+
+class RoleSpec(_Model):
+    """Size of one role."""
+
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=1000,
+        description="Number of replicas of the role; with 0 no request can be served.",
+    )
+    ranks_per_host: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Ranks in one pod; each owns its requests and a KV pool of hostPoolGiB.",
+    )
+    host_pool_gib: int = Field(
+        alias="hostPoolGiB",
+        default=1,
+        ge=1,
+        le=65536,
+        description="KV pool of one rank in host memory, GiB; a pod asks for ranksPerHost times as much.",
+    )
+    max_num_seqs: int = Field(
+        default=16, ge=1, le=4096, description="Seats of one rank: the most requests that it runs at once."
+    )
+
+
+class RouterService(_Model):
+    """How the router is reached."""
+
+    model_config = _config(
+        **rules(
+            Rule(
+                "!has(self.nodePort) || self.type != 'ClusterIP'",
+                "router.service.nodePort needs router.service.type NodePort or LoadBalancer: a ClusterIP Service has "
+                "no "
+                "node port",
+                ".nodePort",
+            )
+        )
+    )
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = Field(
+        default="ClusterIP", description="Type of the router's Service."
+    )
+    node_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Port on every node, from the cluster's node port range; absent: the cluster picks one.",
+    )
+
+
+class Router(_Model):
+    """The OpenAI-compatible front of the deployment."""
+
+    replicas: int = Field(default=1, ge=0, le=100, description="Number of router pods.")
+    service: RouterService = Field(default_factory=RouterService, description="The Service in front of the routers.")
+
+
+class Drain(_Model):
+    """What a pod does before it goes."""
+
+    window_seconds: int = Field(
+        default=60,
+        ge=0,
+        le=86_400,
+        description="Most seconds that running requests get to finish after a pod was told to go.",
+    )
+
+
+class Spec(_Model):
+    """Desired state of a deployment."""
+
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        pattern=r"^\S+$",
+        description="Engine image of all pods; absent: the one that the operator was installed with.",
+    )
+    model: Model = Field(description="The model to serve.")
+    prefill: RoleSpec = Field(default_factory=RoleSpec, description="The role that reads prompts and fills KV.")
+    decode: RoleSpec = Field(
+        default_factory=RoleSpec,
+        description="The role that writes answers; kubectl scale and autoscalers act on its replicas.",
+    )
+    router: Router = Field(default_factory=Router, description="What takes requests and pairs prefill with decode.")
+    drain: Drain = Field(default_factory=Drain, description="How pods are drained before they end.")
+
+
+class Condition(_Model):
+    """One aspect of the state, in the usual form."""
+
+    type: str = Field(max_length=316, description="Name of the aspect.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the aspect holds.")
+    reason: str = Field(
+        max_length=1024,
+        pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
+        description="Why, in one CamelCase word for programs.",
+    )
+    message: str = Field(max_length=32768, description="Why, and what to do about it, for people.")
+    last_transition_time: str = Field(
+        json_schema_extra={"format": "date-time"}, description="When status last changed."
+    )
+    observed_generation: int = Field(
+        ge=0, json_schema_extra={"format": "int64"}, description="metadata.generation that this condition speaks about."
+    )
+
+
+class MemoryStatus(_Model):
+    """Host memory of one pod of a role: request and limit, and the sum behind it."""
+
+    per_host: str = Field(description="Memory request and limit of one pod.")
+    host_pools: str = Field(description="ranksPerHost times hostPoolGiB.")
+    weights: str = Field(description="Weights of the model.")
+    shared_memory: str = Field(description="/dev/shm of the pod.")
+    overhead: str = Field(description="Processes and step buffers.")
+    explanation: str = Field(description="The sum written out.")
+
+
+class RoleStatus(_Model):
+    """Observed state of one role."""
+
+    replicas: int = Field(json_schema_extra={"format": "int32"}, description="Replicas that exist.")
+    ready_replicas: int = Field(json_schema_extra={"format": "int32"}, description="Replicas that can serve.")
+    updated_replicas: int = Field(
+        json_schema_extra={"format": "int32"}, description="Replicas that run the newest revision."
+    )
+    selector: str = Field(description="Label selector of the role's pods, as autoscalers read it.")
+    ready: str = Field(description="Ready and desired replicas, for example 1/2.")
+    memory: MemoryStatus | None = Field(default=None, description="Host memory of one pod.")
+
+
+class Status(_Model):
+    """Observed state of a deployment, written by the operator only."""
+
+    observed_generation: int | None = Field(
+        default=None, json_schema_extra={"format": "int64"}, description="metadata.generation that this speaks about."
+    )
+    url: str | None = Field(default=None, description="Where the OpenAI-compatible API is reached inside the cluster.")
+    up_to_date: str | None = Field(
+        default=None, description="Pods of all roles and the router on the newest revision, of those desired: 3/3."
+    )
+    host_ram: str | None = Field(default=None, description="Host memory of one prefill and of one decode pod.")
+    conditions: list[Condition] | None = Field(
+        default=None,
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+        description="ConfigValid, PrefillReady, DecodeReady, RouterReady, Progressing, and Ready, which sums them up.",
+    )
+    prefill: RoleStatus | None = Field(default=None, description="Observed state of the prefill role.")
+    decode: RoleStatus | None = Field(default=None, description="Observed state of the decode role.")
+
+
+class GLM52Deployment(BaseModel):
+    """GLM-5.2 served with prefill and decode in separate pods behind one OpenAI-compatible router."""
+
+    model_config = _config(
+        **rules(
+            Rule(
+                f"self.metadata.name.size() <= {names.MAX_NAME}",
+                f"metadata.name must be at most {names.MAX_NAME} characters: the names and labels of the "
+                "StatefulSets, Services "
+                "and pods are made from it and may not pass 63",
+            ),
+            Rule(
+                "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                "metadata.name must be a DNS label that starts with a letter (lower case letters, digits and '-', no "
+                "dots): "
+                "Services are named after it",
+            ),
+        )
+    )
+
+    spec: Spec = Field(description="Desired state.")
+    status: Status | None = Field(default=None, description="Observed state; written by the operator.")

@@ -1,0 +1,39 @@
+"""Run the operator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+
+from glm52_operator.reconcile.client import Api
+from glm52_operator.reconcile.operator import Operator
+from glm52_operator.settings import Settings
+
+
+def run(arguments: argparse.Namespace) -> int:
+    configure_logging(verbose=arguments.verbose)
+    settings = Settings(
+        engine_image=arguments.engine_image,
+        namespaces=tuple(dict.fromkeys(arguments.namespace)),
+        resync_seconds=arguments.resync_seconds,
+        health_host=arguments.health_host,
+        health_port=arguments.health_port,
+    )
+    return asyncio.run(_run(settings))
+
+
+async def _run(settings: Settings) -> int:
+    return await Operator(settings, await Api.connect()).run()
+
+
+def configure_logging(*, verbose: bool) -> None:
+    logging.basicConfig(
+        stream=sys.stdout,
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    # kopf logs every event of every object at INFO.
+    logging.getLogger("kopf").setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)

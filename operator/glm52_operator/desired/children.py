@@ -1,0 +1,28 @@
+"""All children of one deployment, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from glm52_operator import names
+from glm52_operator.desired.access import build_role, build_role_binding, build_service_account
+from glm52_operator.desired.budgets import build_budget
+from glm52_operator.desired.config import build_config_map
+from glm52_operator.desired.engines import build_stateful_set
+from glm52_operator.desired.router import build_router
+from glm52_operator.desired.services import build_hosts_service, build_role_service, build_router_service
+from glm52_operator.desired.target import Object, Target
+
+
+def build(target: Target) -> list[Object]:
+    """What pods mount and run as stands before them; the internal Secret is not here, since it is never applied."""
+    return [
+        build_service_account(target),
+        build_role(target),
+        build_role_binding(target),
+        build_config_map(target),
+        *(build_hosts_service(target, role) for role in names.ROLES),
+        *(build_role_service(target, role) for role in names.ROLES),
+        build_router_service(target),
+        *(build_stateful_set(target, role) for role in names.ROLES),
+        build_router(target),
+        *(build_budget(target, component) for component in (*names.ROLES, names.ROUTER)),
+    ]

@@ -1,0 +1,26 @@
+"""The deployment's internal secret: random, made once, never written again."""
+
+from __future__ import annotations
+
+import base64
+
+from glm52_engine.config import INTERNAL_TOKEN_PATH
+from glm52_operator import names
+from glm52_operator.desired.target import Object, Target, child, labels
+
+TOKEN_KEY = INTERNAL_TOKEN_PATH.rsplit("/", 1)[1]
+TOKEN_DIR = INTERNAL_TOKEN_PATH.rsplit("/", 1)[0]
+
+
+def build_internal_secret(target: Target, token: str) -> Object:
+    return child(
+        target,
+        "v1",
+        "Secret",
+        names.internal_secret(target.name),
+        labels(target, "internal"),
+        type="Opaque",
+        # A Secret that nobody can edit by mistake: pods that disagree about the token refuse each other.
+        immutable=True,
+        data={TOKEN_KEY: base64.b64encode(token.encode()).decode()},
+    )

@@ -1,0 +1,87 @@
+"""What the builders build for: one deployment with its specification resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from glm52_engine.config import MODEL_MOUNT, DrainConfig, Role, RoleConfig
+from glm52_engine.sizing import HostMemory, host_memory
+from glm52_operator import names
+from glm52_operator.api.models import Spec
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One GLM52Deployment whose specification was read and found valid."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: Spec
+    image: str
+
+    def replicas(self, component: names.Component) -> int:
+        return getattr(self.spec, component).replicas  # type: ignore[no-any-return]
+
+    def role_config(self, role: Role) -> RoleConfig:
+        own = self.spec.prefill if role == "prefill" else self.spec.decode
+        return RoleConfig(
+            ranks_per_host=own.ranks_per_host, host_pool_gib=own.host_pool_gib, max_num_seqs=own.max_num_seqs
+        )
+
+    def memory(self, role: Role) -> HostMemory:
+        return host_memory(self.role_config(role), weights_gib=self.spec.model.weights_gib)
+
+    @property
+    def drain_config(self) -> DrainConfig:
+        return DrainConfig(window_seconds=self.spec.drain.window_seconds)
+
+    @property
+    def model_path(self) -> str:
+        return self.spec.model.path or f"{MODEL_MOUNT}/{self.spec.model.preset}"
+
+
+def labels(target: Target, component: str) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "glm52",
+        "app.kubernetes.io/instance": target.name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "glm52",
+        names.MANAGED_BY: names.MANAGER,
+        names.NAME: target.name,
+    }
+
+
+def role_labels(target: Target, component: names.Component) -> dict[str, str]:
+    """Labels of everything that belongs to one role or to the router, its pods included."""
+    own = {**labels(target, component), names.ROLE: component}
+    if component != "router":
+        own[names.LLMD_ROLE] = component
+    return own
+
+
+def metadata(target: Target, name: str, own: dict[str, str]) -> Object:
+    return {
+        "name": name,
+        "namespace": target.namespace,
+        "labels": own,
+        "ownerReferences": [owner_reference(target)],
+    }
+
+
+def owner_reference(target: Target) -> Object:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "name": target.name,
+        "uid": target.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def child(target: Target, api_version: str, kind: str, name: str, own: dict[str, str], **body: Any) -> Object:
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata(target, name, own), **body}

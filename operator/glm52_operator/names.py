@@ -1,0 +1,60 @@
+"""Every name, label and annotation that the operator derives; one place, so that limits can be proven here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from glm52_engine.config import Role
+
+GROUP = "glm52.dev"
+VERSION = "v1alpha1"
+KIND = "GLM52Deployment"
+PLURAL = "glm52deployments"
+API_VERSION = f"{GROUP}/{VERSION}"
+CRD_NAME = f"{PLURAL}.{GROUP}"
+
+MANAGER = "glm52-operator"
+"""Field manager of every apply, and the value of app.kubernetes.io/managed-by."""
+
+MAX_NAME = 40
+"""A StatefulSet's pods carry `<statefulset>-<10 character hash>` in a label of at most 63 characters, which leaves 52;
+the longest suffix of a StatefulSet is `-prefill`, of a Service `-prefill-hosts`: 40 keeps four characters in hand."""
+
+MANAGED_BY = "app.kubernetes.io/managed-by"
+NAME = f"{GROUP}/name"
+ROLE = f"{GROUP}/role"
+LLMD_ROLE = "llm-d.ai/role"
+
+APPLIED_HASH = f"{GROUP}/applied-hash"
+CONFIG_HASH = f"{GROUP}/config-hash"
+
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+ROUTER: Literal["router"] = "router"
+Component = Literal["prefill", "decode", "router"]
+
+
+def role(name: str, role: Component) -> str:
+    """Workload and ready-only Service of a role, and the router's own objects."""
+    return f"{name}-{role}"
+
+
+def hosts(name: str, role: Role) -> str:
+    """Headless Service that gives every pod of a role a stable DNS name, ready or not."""
+    return f"{name}-{role}-hosts"
+
+
+def config_map(name: str) -> str:
+    return f"{name}-engine"
+
+
+def internal_secret(name: str) -> str:
+    return f"{name}-internal"
+
+
+def selector(name: str, role: Component) -> dict[str, str]:
+    """Labels that pick the pods of one role over all revisions: a selector can never change."""
+    return {MANAGED_BY: MANAGER, NAME: name, ROLE: role}
+
+
+def selector_text(name: str, role: Component) -> str:
+    return ",".join(f"{key}={value}" for key, value in selector(name, role).items())

@@ -1,0 +1,27 @@
+"""Resource quantities as numbers: `2048Mi` and `2Gi` are the same amount."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_FORM = re.compile(r"^([+-]?[0-9]*\.?[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$")
+_DECIMAL = {"m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
+
+
+def parse_quantity(value: object) -> Decimal | None:
+    """The amount, or None for what is no quantity."""
+    match = _FORM.match(str(value)) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None
+    if match is None:
+        return None
+    number, suffix = Decimal(match[1]), match[2] or ""
+    if suffix in _BINARY:
+        return number * (1 << _BINARY[suffix])
+    exponent = _DECIMAL.get(suffix, int(suffix[1:]) if suffix[:1] in "eE" and suffix[1:] else 0)
+    return number * Decimal(10) ** exponent
+
+
+def same_quantity(one: object, other: object) -> bool:
+    first, second = parse_quantity(one), parse_quantity(other)
+    return first is not None and first == second

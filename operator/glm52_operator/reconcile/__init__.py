@@ -1,0 +1,1 @@
+"""The only part that talks to the cluster: watch, queue, apply, report."""

@@ -1,0 +1,165 @@
+"""A thin layer over the official client: plain dicts in and out, and errors that say what was tried.
+
+The generated models are left aside: they cannot hold the partial objects of a server-side apply, and they would drop
+fields of a newer API server.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client as k8s
+from kubernetes.aio import config as k8s_config
+from kubernetes.aio.client.exceptions import ApiException
+
+from glm52_operator import names
+from glm52_operator.desired.target import Object
+from glm52_operator.reconcile.kinds import Kind
+
+_APPLY = "application/apply-patch+yaml"
+_TIMEOUT = aiohttp.ClientTimeout(total=30)
+_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+MANAGED_SELECTOR = f"{names.MANAGED_BY}={names.MANAGER}"
+
+
+class ApiError(Exception):
+    """A request that the API server refused, or that never reached it (code 0)."""
+
+    def __init__(self, *, code: int, text: str, verb: str, kind: Kind, name: str) -> None:
+        super().__init__(f"cannot {verb} {kind.kind} {name}: {text} (HTTP {code})" if code else f"{verb}: {text}")
+        self.code = code
+        self.text = text
+        self.verb = verb
+        self.kind = kind
+        self.name = name
+
+
+class Api:
+    """Requests of the operator; every write carries the same field manager."""
+
+    def __init__(self, client: k8s.ApiClient) -> None:
+        self._client = client
+        self.writes = 0
+        """Write requests sent since the start, for tests and metrics."""
+
+    @classmethod
+    async def connect(cls) -> Api:
+        """Inside a pod by its service account, elsewhere by KUBECONFIG."""
+        configuration = k8s.Configuration()
+        try:
+            k8s_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        except k8s_config.ConfigException:
+            await k8s_config.load_kube_config(  # type: ignore[no-untyped-call]
+                client_configuration=configuration, persist_config=False
+            )
+        return cls(k8s.ApiClient(configuration))
+
+    async def close(self) -> None:
+        await self._client.close()  # type: ignore[no-untyped-call]
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        return await self._maybe("get", kind, namespace, name)
+
+    async def get_metadata(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """Only metadata crosses the wire: what a Secret holds is no business of the operator."""
+        return await self._maybe("get", kind, namespace, name, accept=_METADATA_ONLY)
+
+    async def list(
+        self, kind: Kind, namespace: str | None, *, labels: str | None = None, fields: str | None = None
+    ) -> tuple[builtins.list[Object], str]:
+        """All objects and the resource version of the list."""
+        items: builtins.list[Object] = []
+        token: str | None = None
+        while True:
+            query = [("limit", "500")]
+            query += [("labelSelector", labels)] if labels else []
+            query += [("fieldSelector", fields)] if fields else []
+            query += [("continue", token)] if token else []
+            page = await self._send("GET", "list", kind, namespace, None, query=query)
+            for item in page["items"]:
+                # Members of a list come without these two.
+                items.append({"apiVersion": kind.api_version, "kind": kind.kind, **item})
+            token = page["metadata"].get("continue")
+            if not token:
+                return items, str(page["metadata"].get("resourceVersion", ""))
+
+    async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
+        query = [("fieldManager", names.MANAGER), ("fieldValidation", "Strict")]
+        name = str(body["metadata"]["name"])
+        return await self._send("POST", "create", kind, namespace, None, query=query, body=body, shown=name)
+
+    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None) -> Object:
+        """Server-side apply: the whole intent every time; conflicts are forced, since these objects are ours."""
+        query = [("fieldManager", names.MANAGER), ("force", "true"), ("fieldValidation", "Strict")]
+        meta = body["metadata"]
+        return await self._send(
+            "PATCH",
+            "patch",
+            kind,
+            meta["namespace"],
+            meta["name"],
+            query=query,
+            body=body,
+            content_type=_APPLY,
+            subresource=subresource,
+        )
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        await self._maybe("delete", kind, namespace, name, method="DELETE", body=body)
+
+    async def _maybe(self, verb: str, kind: Kind, namespace: str, name: str, **rest: Any) -> Object | None:
+        method = rest.pop("method", "GET")
+        try:
+            return await self._send(method, verb, kind, namespace, name, **rest)
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    async def _send(
+        self,
+        method: str,
+        verb: str,
+        kind: Kind,
+        namespace: str | None,
+        name: str | None,
+        *,
+        query: builtins.list[tuple[str, str]] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+        subresource: str | None = None,
+        shown: str | None = None,
+    ) -> Object:
+        path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
+        headers = {"Accept": accept, "Content-Type": content_type}
+        label = f"{name or shown or ''}{'/' + subresource if subresource else ''}"
+        if method != "GET":
+            self.writes += 1
+        try:
+            request = await self._client.param_serialize(
+                method, path, query_params=query or [], header_params=headers, body=body, auth_settings=["BearerToken"]
+            )
+            response = await self._client.call_api(*request, _request_timeout=_TIMEOUT)
+            data = await response.read()  # type: ignore[no-untyped-call]
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            text = str(error) or type(error).__name__
+            raise ApiError(code=0, text=text, verb=verb, kind=kind, name=label) from error
+        except ApiException as error:
+            raise ApiError(code=error.status or 0, text=str(error.reason), verb=verb, kind=kind, name=label) from error
+        if not 200 <= response.status <= 299:
+            raise ApiError(code=response.status, text=_message(data), verb=verb, kind=kind, name=label)
+        parsed: Object = json.loads(data)
+        return parsed
+
+
+def _message(data: bytes) -> str:
+    """The API server's own words, or what a proxy in between said."""
+    try:
+        return str(json.loads(data)["message"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace").strip()[:500]

@@ -1,0 +1,153 @@
+"""The running operator: lists, watches, workers and the health server, and how they end together."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+from collections.abc import Awaitable
+
+import kopf
+from aiohttp import web
+
+from glm52_operator import names
+from glm52_operator.reconcile import watch
+from glm52_operator.reconcile.apply import Applier
+from glm52_operator.reconcile.client import MANAGED_SELECTOR, Api, ApiError
+from glm52_operator.reconcile.clock import LoopClock
+from glm52_operator.reconcile.health import Health, application
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED
+from glm52_operator.reconcile.queue import WorkQueue
+from glm52_operator.reconcile.reconciler import Reconciler
+from glm52_operator.reconcile.store import Key, Store
+from glm52_operator.settings import Settings
+
+log = logging.getLogger("glm52.operator")
+
+DRAIN_SECONDS = 3.0
+"""What a pass that runs gets to finish after TERM; a cut one is repeated by the next operator."""
+
+FIRST_RETRY_SECONDS = 2.0
+
+
+class Operator:
+    def __init__(self, settings: Settings, api: Api) -> None:
+        clock = LoopClock()
+        self.settings = settings
+        self.api = api
+        self.store = Store()
+        self.queue: WorkQueue[Key] = WorkQueue(clock)
+        self.health = Health(clock, self.queue, silence_limit=3 * settings.resync_seconds + 60)
+        self.reconciler = Reconciler(
+            api=api,
+            store=self.store,
+            applier=Applier(api, self.store, clock),
+            default_image=settings.engine_image,
+            utcnow=lambda: datetime.datetime.now(datetime.UTC),
+        )
+        self.stop = asyncio.Event()
+        self._broken: BaseException | None = None
+
+    async def run(self) -> int:
+        """Until TERM: 0; until a part of it breaks: 1."""
+        server = await self._serve_health()
+        tasks = [self._spawn(self._synchronise(), "resync")]
+        tasks += [self._spawn(self._work(), f"worker-{number}") for number in range(self.settings.workers)]
+        try:
+            await kopf.operator(
+                registry=watch.registry(self.store, self.queue, self.health),
+                settings=watch.settings(),
+                clusterwide=not self.settings.namespaces,
+                namespaces=self.settings.namespaces,
+                stop_flag=self.stop,
+            )
+        finally:
+            await self._finish(tasks)
+            await server.cleanup()
+            await self.api.close()
+        return 0 if self._broken is None else 1
+
+    async def _serve_health(self) -> web.AppRunner:
+        runner = web.AppRunner(application(self.health), access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        await runner.setup()
+        await web.TCPSite(runner, self.settings.health_host, self.settings.health_port).start()
+        return runner
+
+    def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
+        """A task that breaks takes the process down, instead of leaving half an operator."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                log.exception("%s broke; the operator ends", name)
+                self._broken = error
+                self.stop.set()
+
+        return asyncio.create_task(guarded(), name=name)
+
+    async def _finish(self, tasks: list[asyncio.Task[None]]) -> None:
+        self.queue.close()
+        resync, *workers = tasks
+        resync.cancel()
+        _, late = await asyncio.wait(workers, timeout=DRAIN_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while (key := await self.queue.get()) is not None:
+            try:
+                result = await self.reconciler.reconcile(key, self.queue.failures(key))
+            except Exception:
+                # A bug in one deployment's pass must not stop the others; it is retried, and it is loud.
+                log.exception("%s/%s: the pass broke", *key)
+                self.queue.failed(key)
+                continue
+            if result.failed:
+                delay = self.queue.failed(key)
+                log.debug("%s/%s: next attempt in %.0f s", *key, delay)
+            else:
+                self.queue.done(key, requeue_after=result.requeue_after)
+
+    async def _synchronise(self) -> None:
+        """List everything, then again and again; nothing is reconciled before the first list is complete."""
+        synced = await self._list_all()
+        while not synced:
+            await asyncio.sleep(FIRST_RETRY_SECONDS)
+            synced = await self._list_all()
+        self.health.synced = True
+        where = ", ".join(self.settings.namespaces) or "all namespaces"
+        log.info("watching %s; %d deployments", where, len(self.store.deployments()))
+        for key in self.store.deployments():
+            self.queue.add(key)
+        while True:
+            await asyncio.sleep(self.settings.resync_seconds)
+            await self._list_all()
+
+    async def _list_all(self) -> bool:
+        try:
+            concerned: set[Key] = set()
+            for kind in WATCHED:
+                labels = None if kind is DEPLOYMENT_RESOURCE else MANAGED_SELECTOR
+                for namespace in self.settings.scopes:
+                    objects, version = await self.api.list(kind, namespace, labels=labels)
+                    concerned |= self.store.replace(kind, namespace, objects, version)
+        except ApiError as error:
+            log.error("%s", _explain(error))
+            return False
+        self.health.progress()
+        if self.health.synced:
+            for key in concerned:
+                self.queue.add(key)
+        return True
+
+
+def _explain(error: ApiError) -> str:
+    if error.code == 404 and error.kind is DEPLOYMENT_RESOURCE:
+        return f"the API server does not know {names.CRD_NAME}: apply the CRD that comes with this operator"
+    if error.code in (401, 403):
+        return f"{error}. Grant the operator's service account the verb {error.verb!r} on {error.kind.resource!r}"
+    return str(error)

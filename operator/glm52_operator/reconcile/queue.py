@@ -1,0 +1,127 @@
+"""A work queue keyed by deployment: each key once, one worker per key at a time, failures slower and slower.
+
+Events only say *that* something changed; what to do is decided from the newest state when the key's turn comes. So an
+event that arrives while its key is being worked on makes it run once more, and a hundred make it run once more, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from glm52_operator.reconcile.clock import Clock, Timer
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delay after the n-th failure in a row: base × 2ⁿ⁻¹, at most cap; seconds."""
+
+    base: float = 1.0
+    cap: float = 60.0
+
+    def delay(self, failures: int) -> float:
+        return float(min(self.cap, self.base * 2 ** min(failures - 1, 32)))
+
+
+class WorkQueue(Generic[K]):
+    def __init__(self, clock: Clock, backoff: Backoff | None = None) -> None:
+        self._clock = clock
+        self._backoff = backoff or Backoff()
+        self._ready: deque[K] = deque()
+        self._queued: set[K] = set()
+        self._active: dict[K, float] = {}
+        self._again: set[K] = set()
+        self._timers: dict[K, Timer] = {}
+        self._failures: dict[K, int] = {}
+        self._wakeup = asyncio.Event()
+        self._closed = False
+
+    def add(self, key: K, *, fresh: bool = False) -> None:
+        """Have the key worked on now; one that failed waits for its turn, unless `fresh` says the cause is gone."""
+        if fresh:
+            self._failures.pop(key, None)
+        if key in self._active:
+            self._again.add(key)
+        elif key not in self._failures:
+            self._cancel_timer(key)
+            self._push(key)
+
+    async def get(self) -> K | None:
+        """The next key, which then belongs to the caller until `done` or `failed`; None once the queue is closed."""
+        while not self._closed:
+            if self._ready:
+                key = self._ready.popleft()
+                self._queued.discard(key)
+                self._active[key] = self._clock.now()
+                return key
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        return None
+
+    def done(self, key: K, *, requeue_after: float | None = None) -> None:
+        """The key's work is finished; failures before are forgotten."""
+        self._failures.pop(key, None)
+        self._release(key, requeue_after)
+
+    def failed(self, key: K) -> float:
+        """The key's work did not succeed; returns the seconds until the next attempt."""
+        count = self._failures.get(key, 0) + 1
+        self._failures[key] = count
+        delay = self._backoff.delay(count)
+        # Whatever arrived meanwhile was caused by the failing work or waits as it does: it must not shorten the delay.
+        self._again.discard(key)
+        self._release(key, delay)
+        return delay
+
+    def forget(self, key: K) -> None:
+        """The object is gone: no timer and no failure of it shall outlive it."""
+        self._failures.pop(key, None)
+        self._cancel_timer(key)
+
+    def failures(self, key: K) -> int:
+        return self._failures.get(key, 0)
+
+    def longest_active(self) -> float:
+        """Seconds that the oldest running work has taken; 0 when idle."""
+        now = self._clock.now()
+        return max((now - since for since in self._active.values()), default=0.0)
+
+    def close(self) -> None:
+        """No key is handed out any more; work that runs may finish."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._wakeup.set()
+
+    def _push(self, key: K) -> None:
+        if key not in self._queued:
+            self._queued.add(key)
+            self._ready.append(key)
+            self._wakeup.set()
+
+    def _release(self, key: K, delay: float | None) -> None:
+        del self._active[key]
+        if key in self._again:
+            self._again.discard(key)
+            self._push(key)
+        elif delay is not None and not self._closed:
+            self._cancel_timer(key)
+            self._timers[key] = self._clock.call_later(delay, lambda: self._due(key))
+
+    def _due(self, key: K) -> None:
+        self._timers.pop(key, None)
+        if key in self._active:
+            self._again.add(key)
+        else:
+            self._push(key)
+
+    def _cancel_timer(self, key: K) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()

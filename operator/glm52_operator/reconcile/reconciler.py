@@ -1,0 +1,137 @@
+"""One pass over one deployment: observe, decide, apply, report."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from glm52_operator import names
+from glm52_operator.desired.target import Object, Target
+from glm52_operator.plan.failures import Failure
+from glm52_operator.plan.resolve import Invalid, resolve
+from glm52_operator.reconcile.apply import Applier, failure_of
+from glm52_operator.reconcile.client import Api, ApiError
+from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, EVENT, POD
+from glm52_operator.reconcile.store import Key, Store
+from glm52_operator.status.compute import Observed, compute, is_settled
+
+log = logging.getLogger("glm52.reconcile")
+
+SOON = 10.0
+"""Seconds until a deployment that is not ready is looked at again: events of its StatefulSets are not watched."""
+
+QUIET_ATTEMPTS = 3
+"""Conflicts and short outages are retried that often before the status tells of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    failed: bool = False
+    requeue_after: float | None = None
+
+
+@dataclass(slots=True)
+class Reconciler:
+    api: Api
+    store: Store
+    applier: Applier
+    default_image: str | None
+    utcnow: Callable[[], datetime.datetime]
+    _told: dict[Key, str] = field(default_factory=dict)
+    """The last failure logged per deployment, so that a retry does not repeat it line by line."""
+
+    async def reconcile(self, key: Key, attempt: int) -> Result:
+        """Bring one deployment where its specification wants it; `attempt` counts the failures in a row before this."""
+        resource = self.store.get(DEPLOYMENT_RESOURCE, *key)
+        if resource is None or resource["metadata"].get("deletionTimestamp"):
+            # Children carry owner references: the garbage collector removes them, also while no operator runs.
+            if resource is not None:
+                self.applier.forget(resource["metadata"]["uid"])
+            self._told.pop(key, None)
+            return Result()
+        resolved = resolve(resource, self.default_image)
+        failures = await self.applier.apply(resolved) if isinstance(resolved, Target) else []
+        self._tell(key, failures)
+        if failures and all(failure.transient for failure in failures) and attempt < QUIET_ATTEMPTS:
+            return Result(failed=True)
+        observed = await self._observe(key, resolved, failures)
+        status = compute(resource, resolved, observed, now=self.utcnow())
+        written = await self._write_status(key, resource, status)
+        if failures or not written:
+            return Result(failed=True)
+        return Result(requeue_after=None if is_settled(status) or isinstance(resolved, Invalid) else SOON)
+
+    async def _observe(self, key: Key, resolved: Target | Invalid, failures: list[Failure]) -> Observed:
+        components = (*names.ROLES, names.ROUTER)
+        workloads = {component: self._workload(key, component) for component in components}
+        pods: dict[names.Component, list[Object]] = {component: [] for component in components}
+        for pod in self.store.owned(POD, key):
+            role = pod["metadata"]["labels"].get(names.ROLE)
+            if role in pods:
+                pods[role].append(pod)
+        events: dict[names.Component, list[str]] = {}
+        if isinstance(resolved, Target):
+            for component in names.ROLES:
+                workload = workloads[component]
+                if workload is not None and len(pods[component]) < resolved.replicas(component):
+                    events[component] = await self._create_failures(key, workload)
+        return Observed(workloads=workloads, pods=pods, failures=failures, events=events)
+
+    def _workload(self, key: Key, component: names.Component) -> Object | None:
+        kind = BY_KIND["Deployment" if component == "router" else "StatefulSet"]
+        return self.store.get(kind, key[0], names.role(key[1], component))
+
+    async def _create_failures(self, key: Key, workload: Object) -> list[str]:
+        """Why a StatefulSet makes no pods (quota, admission): only its events say so."""
+        fields = f"involvedObject.uid={workload['metadata']['uid']},reason=FailedCreate"
+        try:
+            found, _ = await self.api.list(EVENT, key[0], fields=fields)
+        except ApiError as error:
+            log.warning("%s/%s: %s", *key, failure_of(error).message)
+            return []
+        found.sort(key=lambda event: str(event.get("lastTimestamp") or event["metadata"].get("creationTimestamp")))
+        return [str(event.get("message", "")) for event in found]
+
+    async def _write_status(self, key: Key, resource: Object, status: Object) -> bool:
+        if status == resource.get("status"):
+            return True
+        meta = resource["metadata"]
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            # The uid makes sure that a new object of the same name does not get the state of the old one.
+            "metadata": {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]},
+            "status": status,
+        }
+        try:
+            answer = await self.api.apply(DEPLOYMENT_RESOURCE, body, subresource="status")
+        except ApiError as error:
+            gone = error.code in (404, 409)
+            log.log(logging.INFO if gone else logging.WARNING, "%s/%s: %s", *key, failure_of(error).message)
+            return False
+        self.store.observe(DEPLOYMENT_RESOURCE, answer)
+        _log_ready(key, resource, status)
+        return True
+
+    def _tell(self, key: Key, failures: list[Failure]) -> None:
+        text = "; ".join(failure.message for failure in failures)
+        if text and text != self._told.get(key):
+            log.warning("%s/%s: %s", *key, text)
+        elif not text and key in self._told:
+            log.info("%s/%s: everything was applied", *key)
+        if text:
+            self._told[key] = text
+        else:
+            self._told.pop(key, None)
+
+
+def _log_ready(key: Key, resource: Object, status: Object) -> None:
+    def ready(of: Object) -> tuple[str, str] | None:
+        found = (c for c in of.get("conditions", []) if c["type"] == "Ready")
+        return next(((c["status"], c["reason"]) for c in found), None)
+
+    if ready(status) != ready(resource.get("status", {})):
+        message = next(c["message"] for c in status["conditions"] if c["type"] == "Ready")
+        log.info("%s/%s: Ready=%s %s: %s", *key, *(ready(status) or ("", "")), message)

@@ -1,0 +1,114 @@
+"""What the operator knows of the cluster: filled by lists, kept fresh by watches and by the answers to its own writes.
+
+A watch can be silent for long, and a delete can fall between a broken watch and the next list; so every list replaces
+what it covers, and an answer to a write counts at once, before the watch brings the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from glm52_operator import names
+from glm52_operator.desired.target import Object
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, Kind
+
+Key = tuple[str, str]
+"""Namespace and name of a GLM52Deployment."""
+
+
+def owner_key(kind: Kind, obj: Object) -> Key | None:
+    """The deployment that an object belongs to; None for one that is not ours."""
+    meta = obj["metadata"]
+    if kind is DEPLOYMENT_RESOURCE:
+        return meta["namespace"], meta["name"]
+    labels = meta.get("labels") or {}
+    if labels.get(names.MANAGED_BY) != names.MANAGER or names.NAME not in labels:
+        return None
+    return meta["namespace"], labels[names.NAME]
+
+
+class Store:
+    def __init__(self) -> None:
+        self._objects: dict[Kind, dict[Key, Object]] = {}
+        self._by_owner: dict[tuple[Kind, Key], set[Key]] = {}
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        return self._objects.get(kind, {}).get((namespace, name))
+
+    def owned(self, kind: Kind, owner: Key) -> Iterator[Object]:
+        """Objects of a kind that carry the labels of a deployment."""
+        objects = self._objects.get(kind, {})
+        for key in sorted(self._by_owner.get((kind, owner), ())):
+            yield objects[key]
+
+    def deployments(self) -> list[Key]:
+        return sorted(self._objects.get(DEPLOYMENT_RESOURCE, {}))
+
+    def observe(self, kind: Kind, obj: Object) -> bool:
+        """Take an object in, unless something newer is known; returns whether it was news."""
+        key = _key(obj)
+        known = self._objects.get(kind, {}).get(key)
+        if known is not None and not _newer(obj, known):
+            return False
+        self._put(kind, key, obj)
+        return True
+
+    def remove(self, kind: Kind, obj: Object) -> None:
+        """An object was deleted. A new one that took its name since stays."""
+        key = _key(obj)
+        known = self._objects.get(kind, {}).get(key)
+        if known is not None and known["metadata"].get("uid") == obj["metadata"].get("uid"):
+            self._drop(kind, key)
+
+    def replace(self, kind: Kind, namespace: str | None, objects: Iterable[Object], version: str) -> set[Key]:
+        """Take a list in: what it lacks is gone, unless newer than the list. Returns the deployments concerned."""
+        listed = {_key(obj): obj for obj in objects}
+        concerned: set[Key] = set()
+        for key, known in list(self._objects.get(kind, {}).items()):
+            in_scope = namespace is None or key[0] == namespace
+            if in_scope and key not in listed and not _after(known, version):
+                owner = owner_key(kind, known)
+                concerned |= {owner} if owner else set()
+                self._drop(kind, key)
+        for obj in listed.values():
+            owner = owner_key(kind, obj)
+            if self.observe(kind, obj) and owner is not None:
+                concerned.add(owner)
+        return concerned
+
+    def _put(self, kind: Kind, key: Key, obj: Object) -> None:
+        self._drop(kind, key)
+        self._objects.setdefault(kind, {})[key] = obj
+        owner = owner_key(kind, obj)
+        if owner is not None:
+            self._by_owner.setdefault((kind, owner), set()).add(key)
+
+    def _drop(self, kind: Kind, key: Key) -> None:
+        known = self._objects.get(kind, {}).pop(key, None)
+        owner = owner_key(kind, known) if known is not None else None
+        if owner is not None:
+            members = self._by_owner[kind, owner]
+            members.discard(key)
+            if not members:
+                del self._by_owner[kind, owner]
+
+
+def _key(obj: Object) -> Key:
+    meta = obj["metadata"]
+    return meta["namespace"], meta["name"]
+
+
+def _version(obj: Object) -> int | None:
+    text = str(obj["metadata"].get("resourceVersion", ""))
+    return int(text) if text.isdigit() else None
+
+
+def _newer(obj: Object, known: Object) -> bool:
+    """Resource versions of one resource grow; where they are no numbers, the later arrival counts."""
+    new, old = _version(obj), _version(known)
+    return new is None or old is None or new > old
+
+
+def _after(known: Object, version: str) -> bool:
+    own = _version(known)
+    return own is not None and version.isdigit() and own > int(version)

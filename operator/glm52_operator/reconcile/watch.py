@@ -1,0 +1,79 @@
+"""The glue to kopf: its watches feed the store and the queue, and that is all kopf does here.
+
+Only `on.event` is used. The other handlers of kopf keep their state in annotations and finalizers of the user's object,
+retry on their own terms, and hold up deletion while no operator runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+from glm52_operator.reconcile.client import MANAGED_SELECTOR
+from glm52_operator.reconcile.health import Health
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED, Kind
+from glm52_operator.reconcile.queue import WorkQueue
+from glm52_operator.reconcile.store import Key, Store, owner_key
+
+
+def settings() -> kopf.OperatorSettings:
+    own = kopf.OperatorSettings()
+    own.peering.standalone = True
+    own.posting.enabled = False
+    # No watch of namespaces and CRDs: the operator may be confined to one namespace, and it needs neither.
+    own.scanning.disabled = True
+    own.networking.request_timeout = 30
+    # A watch is renewed before proxies cut it silently; bookmarks tell a quiet one from a dead one.
+    own.watching.server_timeout = 240
+    own.watching.client_timeout = 270
+    own.watching.connect_timeout = 10
+    for kind in WATCHED:
+        if kind is not DEPLOYMENT_RESOURCE:
+            own.watching.label_selectors[_selector(kind)] = MANAGED_SELECTOR
+    return own
+
+
+def _selector(kind: Kind) -> tuple[str, str, str]:
+    return kind.group, kind.version, kind.plural
+
+
+def registry(store: Store, queue: WorkQueue[Key], health: Health) -> kopf.OperatorRegistry:
+    own = kopf.OperatorRegistry()
+    for kind in WATCHED:
+        _watch(own, kind, store, queue, health)
+    kopf.on.login(registry=own, id="in-cluster")(kopf.login_with_service_account)
+    kopf.on.login(registry=own, id="kubeconfig")(kopf.login_with_kubeconfig)
+    return own
+
+
+def _watch(own: kopf.OperatorRegistry, kind: Kind, store: Store, queue: WorkQueue[Key], health: Health) -> None:
+    async def on_event(event: Any, **_: Any) -> None:
+        health.progress()
+        handle(kind, event.get("type"), event["object"], store, queue)
+
+    kopf.on.event(kind.group, kind.version, kind.plural, registry=own, id=f"watch-{kind.plural}")(on_event)
+
+
+def handle(kind: Kind, event: str | None, obj: Any, store: Store, queue: WorkQueue[Key]) -> None:
+    """Take one watch event in. Items of the initial list come without a type."""
+    obj = {"apiVersion": kind.api_version, "kind": kind.kind, **obj}
+    key = owner_key(kind, obj)
+    known = store.get(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
+    if event == "DELETED":
+        store.remove(kind, obj)
+    elif not store.observe(kind, obj):
+        return
+    if key is None:
+        # Somebody took our labels off: the deployment that lost the object has to know.
+        key = owner_key(kind, known) if known is not None else None
+    if key is not None:
+        queue.add(key, fresh=kind is DEPLOYMENT_RESOURCE and _edited(known, obj))
+
+
+def _edited(known: Any, obj: Any) -> bool:
+    """A new specification may cure what failed: it is tried at once."""
+    if known is None:
+        return True
+    fields = ("uid", "generation", "deletionTimestamp")
+    return any(known["metadata"].get(field) != obj["metadata"].get(field) for field in fields)

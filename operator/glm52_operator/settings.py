@@ -1,0 +1,22 @@
+"""What the operator is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    engine_image: str | None = None
+    """Image of deployments that name none."""
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to serve; empty: the whole cluster."""
+    resync_seconds: float = 60.0
+    """Seconds between two full lists, which repair whatever a broken watch lost."""
+    health_host: str = "0.0.0.0"
+    health_port: int = 8080
+    workers: int = 4
+
+    @property
+    def scopes(self) -> tuple[str | None, ...]:
+        return self.namespaces or (None,)

@@ -1,0 +1,1 @@
+"""Pure: observed objects in, the status of the deployment out."""

@@ -1,0 +1,165 @@
+"""The whole status of one deployment."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm52_engine.config import API_PORT, Role
+from glm52_engine.sizing import gib
+from glm52_operator import names
+from glm52_operator.desired.target import Object, Target
+from glm52_operator.plan.failures import Failure
+from glm52_operator.plan.resolve import Invalid
+from glm52_operator.status.conditions import Verdict, merge
+from glm52_operator.status.workloads import Workload, judge
+
+_TITLES: dict[names.Component, str] = {"prefill": "prefill replicas", "decode": "decode replicas", "router": "routers"}
+_CONDITIONS: dict[names.Component, str] = {"prefill": "PrefillReady", "decode": "DecodeReady", "router": "RouterReady"}
+_QUIET = {"AllReady", "ScaledToZero"}
+_PASSING = {"Applying", "Starting", "RollingOut", "Draining"}
+_BUDGETS = "PodDisruptionBudget"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything about one deployment's children that its status is made of."""
+
+    workloads: Mapping[names.Component, Object | None]
+    pods: Mapping[names.Component, Sequence[Object]]
+    failures: Sequence[Failure] = field(default=())
+    events: Mapping[names.Component, Sequence[str]] = field(default_factory=dict)
+
+
+def compute(
+    resource: Object, resolved: Target | Invalid, observed: Observed, *, now: datetime.datetime
+) -> dict[str, Any]:
+    """The status to write; equal to what stands there when nothing changed."""
+    generation = int(resource["metadata"].get("generation", 1))
+    previous = resource.get("status", {})
+    verdicts = _unresolved(resolved, previous) if isinstance(resolved, Invalid) else _verdicts(resolved, observed)
+    status: dict[str, Any] = {
+        "observedGeneration": generation,
+        "conditions": merge(verdicts, previous.get("conditions", []), generation=generation, now=now),
+    }
+    if isinstance(resolved, Invalid):
+        # Children are left as they are, and so is what is said about them.
+        kept = ("url", "upToDate", "hostRam", "prefill", "decode")
+        return {**status, **{key: previous[key] for key in kept if key in previous}}
+    workloads = {component: _workload(component, resolved, observed) for component in _TITLES}
+    status["url"] = url(resolved)
+    status["upToDate"] = _up_to_date(workloads.values())
+    status["hostRam"] = ", ".join(f"{role} {gib(resolved.memory(role).per_host)}" for role in names.ROLES)
+    for role in names.ROLES:
+        status[role] = _role_status(resolved, role, workloads[role])
+    return status
+
+
+def url(target: Target) -> str:
+    return f"http://{names.role(target.name, 'router')}.{target.namespace}.svc:{API_PORT}"
+
+
+def is_settled(status: Mapping[str, Any]) -> bool:
+    """Nothing moves and nothing is wrong: only an event can change that."""
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"])
+
+
+def _workload(component: names.Component, target: Target, observed: Observed) -> Workload:
+    workload = observed.workloads.get(component)
+    return Workload(
+        kind="Deployment" if component == "router" else "StatefulSet",
+        name=names.role(target.name, component),
+        title=_TITLES[component],
+        wanted=target.replicas(component),
+        observed=workload,
+        pods=observed.pods.get(component, ()),
+        failures=[failure for failure in observed.failures if _concerns(failure, component, target.name)],
+        events=[*observed.events.get(component, ()), *_replica_failures(workload)],
+    )
+
+
+def _replica_failures(workload: Object | None) -> list[str]:
+    """A Deployment says by itself why it cannot make pods; of a StatefulSet only its events tell."""
+    conditions = (workload or {}).get("status", {}).get("conditions", [])
+    return [c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure" and c["status"] == "True"]
+
+
+def _concerns(failure: Failure, component: names.Component, name: str) -> bool:
+    """Whether a refused object keeps this workload from serving; budgets keep none, shared objects keep all."""
+    if failure.kind == _BUDGETS:
+        return False
+    shared = failure.name in (names.config_map(name), names.internal_secret(name), name)
+    own = failure.name == names.role(name, component) or (
+        component != "router" and failure.name == names.hosts(name, component)
+    )
+    return shared or own
+
+
+def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
+    roles = {_CONDITIONS[c]: judge(_workload(c, target, observed)) for c in _TITLES}
+    refused = next((failure for failure in observed.failures if failure.config), None)
+    config = (
+        Verdict(True, "Valid", "The specification can be applied.")
+        if refused is None
+        else Verdict(False, refused.reason, refused.message)
+    )
+    verdicts = {"ConfigValid": config, **roles}
+    failed = next((verdict for verdict in verdicts.values() if not verdict.holds), None)
+    ready = (
+        Verdict(True, "Serving", f"Serving {target.spec.model.name} at {url(target)}.")
+        if failed is None
+        else Verdict(False, failed.reason, failed.message)
+    )
+    return {**verdicts, "Progressing": _progressing(roles, observed.failures), "Ready": ready}
+
+
+def _progressing(roles: Mapping[str, Verdict], failures: Sequence[Failure]) -> Verdict:
+    if failures:
+        return Verdict(False, failures[0].reason, failures[0].message)
+    stuck = next((v for v in roles.values() if v.reason not in _QUIET | _PASSING), None)
+    if stuck is not None:
+        return Verdict(False, stuck.reason, f"Waits for this to be solved: {stuck.message}")
+    moving = next((v for v in roles.values() if v.reason in _PASSING), None)
+    if moving is not None:
+        return Verdict(True, moving.reason, moving.message)
+    return Verdict(False, "Complete", "Everything is as specified.")
+
+
+def _unresolved(invalid: Invalid, previous: Mapping[str, Any]) -> dict[str, Verdict]:
+    running = ", ".join(
+        f"{role} {previous[role]['ready']}" for role in names.ROLES if previous.get(role, {}).get("ready")
+    )
+    left = f"Pods of the last valid specification are left as they are ({running})." if running else "Nothing was made."
+    unknown = Verdict(None, "ConfigInvalid", f"Not looked at while ConfigValid is False. {left}")
+    return {
+        "ConfigValid": Verdict(False, invalid.reason, invalid.message),
+        **dict.fromkeys(_CONDITIONS.values(), unknown),
+        "Progressing": Verdict(False, invalid.reason, invalid.message),
+        "Ready": Verdict(False, invalid.reason, invalid.message),
+    }
+
+
+def _up_to_date(workloads: Any) -> str:
+    each = list(workloads)
+    return f"{sum(min(w.updated, w.wanted) for w in each)}/{sum(w.wanted for w in each)}"
+
+
+def _role_status(target: Target, role: Role, workload: Workload) -> dict[str, Any]:
+    memory = target.memory(role)
+    return {
+        "replicas": workload.count("replicas"),
+        "readyReplicas": workload.ready,
+        "updatedReplicas": workload.updated,
+        "selector": names.selector_text(target.name, role),
+        "ready": f"{workload.ready}/{workload.wanted}",
+        "memory": {
+            "perHost": gib(memory.per_host),
+            "hostPools": gib(memory.host_pools),
+            "weights": gib(memory.weights),
+            "sharedMemory": gib(memory.shared_memory),
+            "overhead": gib(memory.overhead),
+            "explanation": memory.explain(),
+        },
+    }

@@ -37,6 +37,17 @@ _CONSTANT = 8.0
 _OUTPUT_SCALE = 4.0
 """Standard deviation of a logit around its bias: near-ties of the best two are then far above float32 noise."""
 
+_GAIN = 1.5
+"""What a sub-layer adds, against what is there: below 1 the last token alone decides, and greedy output loops."""
+
+_READS_HIDDEN = tuple(
+    f"{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "wk", "gate", "gate_proj", "up_proj")
+)
+"""Layers do not read the constant channel: it would make all queries and keys alike."""
+
+_SHARPNESS = 3.0
+"""Of the attention: it follows single tokens, so that a wrong one among the selected changes the output."""
+
 
 def make_checkpoint(preset: str, out: Path) -> None:
     """Write a checkpoint to the directory `out`, atomically; does nothing when `out` already holds this preset whole.
@@ -142,7 +153,7 @@ def _tiny_config() -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": 128,
         "index_head_dim": 32,
-        "index_n_heads": 4,
+        "index_n_heads": 8,
         "index_skip_topk_offset": offset,
         "index_topk": 32,
         "index_topk_freq": freq,
@@ -205,7 +216,7 @@ def _bell(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _shape_tensor(name: str, bell: torch.Tensor) -> torch.Tensor:
-    """Scale of each kind of tensor: every sub-layer adds about as much as the embedding brought, so context matters."""
+    """Scale of each kind of tensor, chosen so that context decides the next token and near-ties are rare."""
     if name.endswith("norm.weight"):
         return 1 + bell * 0.125
     if name.endswith("norm.bias"):
@@ -219,19 +230,25 @@ def _shape_tensor(name: str, bell: torch.Tensor) -> torch.Tensor:
         return _lm_head(bell)
     scaled: torch.Tensor = bell * bell.shape[-1] ** -0.5
     if name.endswith(("o_proj.weight", "down_proj.weight")):
+        scaled *= _GAIN
         scaled[0] = 0
-    elif name.endswith(("q_b_proj.weight", "kv_b_proj.weight", "kv_a_proj_with_mqa.weight")):
-        scaled *= 2
+    elif name.endswith(("q_b_proj.weight", "kv_b_proj.weight")):
+        scaled *= _SHARPNESS
+    elif name.endswith("weights_proj.weight"):
+        # Positive weights: else whole contexts score exactly 0 and only the tie-break decides.
+        scaled[:, 0] = 1.0
+    elif name.endswith(_READS_HIDDEN):
+        scaled[:, 0] = 0
     return scaled
 
 
 def _lm_head(bell: torch.Tensor) -> torch.Tensor:
     """Prefers lower-case letters and blanks to other printable bytes, those to the rest, and special tokens to none."""
-    bias = torch.full((bell.shape[0],), -40.0)
-    bias[:_FIRST_SPECIAL] = -12.0
+    bias = torch.full((bell.shape[0],), -50.0)
+    bias[:_FIRST_SPECIAL] = -15.0
     bias[0x20:0x7F] = 0.0
-    bias[ord("a") : ord("z") + 1] = 5.0
-    bias[ord(" ")] = 8.0
+    bias[ord("a") : ord("z") + 1] = 9.0
+    bias[ord(" ")] = 10.0
     scaled: torch.Tensor = bell * (_OUTPUT_SCALE * bell.shape[-1] ** -0.5)
     scaled[:, 0] = bias
     return scaled

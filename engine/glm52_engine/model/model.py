@@ -43,9 +43,7 @@ class Model:
         by = rotation(step.positions, self._frequencies)
         selection: Selection | None = None
         for index, layer in enumerate(self.layers):
-            hidden, selection = layer.forward(
-                hidden, by, step, pool.mla[index], pool.index.get(index), selection
-            )
+            hidden, selection = layer.forward(hidden, by, step, pool.mla[index], pool.index.get(index), selection)
             if trace is not None:
                 trace.append(selection.positions)
         hidden = F.rms_norm(hidden[step.logit_rows], (hidden.shape[1],), self._norm, self.spec.rms_norm_eps)

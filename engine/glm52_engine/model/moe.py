@@ -69,9 +69,7 @@ class Moe:
         counts = experts.flatten().bincount(minlength=len(self._experts)).tolist()
         gathered = x[token]
         parts = [
-            self._experts[expert].forward(rows)
-            for expert, rows in enumerate(gathered.split(counts))
-            if rows.shape[0]
+            self._experts[expert].forward(rows) for expert, rows in enumerate(gathered.split(counts)) if rows.shape[0]
         ]
         weighted = torch.cat(parts) * weights.flatten()[order].unsqueeze(1).to(x.dtype)
         return self._shared.forward(x).index_add_(0, token, weighted)

@@ -45,7 +45,7 @@ _READS_HIDDEN = tuple(
 )
 """Layers do not read the constant channel: it would make all queries and keys alike."""
 
-_SHARPNESS = 3.0
+_SHARPNESS = 2.0
 """Of the attention: it follows single tokens, so that a wrong one among the selected changes the output."""
 
 

@@ -18,7 +18,7 @@ from glm52_engine.model.rope import Rotation, rotate
 from glm52_engine.model.step import Step
 
 LATENT_NORM_EPS = 1e-6
-"""eps of q_a_layernorm and kv_a_layernorm. Engines disagree (1e-6 or rms_norm_eps); this is the published model code's."""
+"""eps of q_a_layernorm and kv_a_layernorm: engines disagree (1e-6 or rms_norm_eps), the published model code has 1e-6."""
 
 
 class Attention:

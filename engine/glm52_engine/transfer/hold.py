@@ -1,4 +1,4 @@
-"""The prefill side of a hand-off: KV is held under leases until a decode peer has read it, gives it up, or goes silent."""
+"""The prefill side of a hand-off: KV is held under leases until a peer has read it, gives it up or goes silent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm52_engine.runtime.types import Blocks, Engine
@@ -54,8 +54,8 @@ class Holder:
     def __len__(self) -> int:
         return len(self.table)
 
-    def grant(self, request_id: str, blocks: Blocks, num_tokens: int) -> Lease:
-        return self.table.grant(request_id, blocks, num_tokens, self.clock())
+    def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int]) -> Lease:
+        return self.table.grant(request_id, blocks, prompt, self.clock())
 
     def renew(self, request_id: str) -> Lease | None:
         return self.table.renew(request_id, self.clock())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from glm52_engine.runtime.types import Blocks
@@ -10,11 +13,17 @@ LEASE_SECONDS = 30.0
 """A decode peer that still waits for a seat renews its lease long before this; a dead one frees the blocks after it."""
 
 
+def prompt_digest(prompt: Sequence[int]) -> str:
+    """Binds KV to the prompt it was computed from: a reference cannot serve another prompt of the same length."""
+    return hashlib.blake2b(array("Q", prompt).tobytes(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     request_id: str
     blocks: Blocks
     num_tokens: int
+    digest: str
     ends_at: float
 
 
@@ -26,8 +35,8 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, request_id: str, blocks: Blocks, num_tokens: int, now: float) -> Lease:
-        lease = Lease(request_id, blocks, num_tokens, now + self.seconds)
+    def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], now: float) -> Lease:
+        lease = Lease(request_id, blocks, len(prompt), prompt_digest(prompt), now + self.seconds)
         self._leases[request_id] = lease
         return lease
 

@@ -7,7 +7,7 @@ import base64
 import binascii
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -19,6 +19,7 @@ from glm52_engine.transfer.agent import Peer, Pull, TransferAgent, TransferError
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.fingerprint import Fingerprint, difference
 from glm52_engine.transfer.hold import TransferCounters, notice
+from glm52_engine.transfer.lease import prompt_digest
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class LeaseCard(_Message):
     rank: int
     blocks: list[int]
     num_tokens: int
+    digest: str
     seconds: float
 
 
@@ -97,17 +99,17 @@ class Puller:
 
     @contextlib.contextmanager
     def keeping(self, kv: KvReference, request_id: str) -> Iterator[asyncio.Task[None]]:
-        """Renews the lease while the request waits for a seat. The task ends, with an error, only when the lease is lost."""
+        """Renews the lease while the request waits for a seat. The task ends only by a lost lease."""
         task = asyncio.create_task(self._renew_forever(kv, request_id))
         try:
             yield task
         finally:
             task.cancel()
 
-    async def pull(self, kv: KvReference, request_id: str, into: Blocks) -> int:
+    async def pull(self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks) -> int:
         """Confirms the lease, reads the KV into the first blocks of `into`, and counts the bytes."""
         try:
-            size = await self._pull(kv, request_id, into)
+            size = await self._pull(kv, request_id, prompt, into)
         except TransferError:
             self.counters.pulls_failed += 1
             raise
@@ -126,14 +128,15 @@ class Puller:
         if self._background:
             await asyncio.wait(self._background, timeout=2)
 
-    async def _pull(self, kv: KvReference, request_id: str, into: Blocks) -> int:
+    async def _pull(self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks) -> int:
         if len(kv.blocks) > len(into.ids):
             raise TransferError(f"{len(kv.blocks)} blocks of KV for {len(into.ids)} reserved ones")
         peer = await self._peer(kv)
         # The last word before the READ: the lease is alive, is this request's, and outlives the longest pull.
         lease = await self._renew(kv, request_id)
-        if (lease.rank, lease.blocks, lease.num_tokens) != (kv.rank, kv.blocks, kv.num_tokens):
-            raise TransferError(f"prefill {kv.address} holds other blocks for request {request_id} than was said")
+        held = (lease.rank, lease.blocks, lease.num_tokens, lease.digest)
+        if held != (kv.rank, kv.blocks, len(prompt), prompt_digest(prompt)):
+            raise TransferError(f"prefill {kv.address} holds other KV for request {request_id} than was said")
         size = len(kv.blocks) * self.agent.regions[into.rank].block_bytes
         local = into.ids[: len(kv.blocks)]
         pull = Pull(peer, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))

@@ -1,0 +1,216 @@
+"""The HTTP face of an engine pod. It answers from the first moment of the process, also while weights load."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ
+from glm52_engine.lifecycle.states import Probe, live_probe, ready_probe, startup_probe
+from glm52_engine.serve.decode import decode
+from glm52_engine.serve.errors import ApiError, no_route
+from glm52_engine.serve.fields import MAX_BODY_BYTES, parse_object
+from glm52_engine.serve.metrics import CONTENT_TYPE
+from glm52_engine.serve.pod import DecodeCall, Pod, PrefillCall, read_call, told
+from glm52_engine.serve.prefill import prefill, release_lease, renew_lease
+from glm52_engine.serve.sender import Answering, Sender
+from glm52_engine.transfer.peers import AGENT_PATH, LEASE_PATH, RELEASE_PATH, agent_card
+
+INTERNAL_BODY_BYTES = MAX_BODY_BYTES * 2
+"""A decode call carries the client's body and the prompt's token ids."""
+
+
+def make_app(pod: Pod) -> ASGIApp:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    _probes(app, pod)
+    _internal(app, pod)
+    if pod.role == "prefill":
+        _prefill_routes(app, pod)
+    else:
+        _decode_routes(app, pod)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    return InternalOnly(app, pod.token)
+
+
+class InternalOnly:
+    """Refuses every /internal/ request without the deployment's secret, before its body is read."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/internal/") and not self._knows(scope):
+            error = ApiError(
+                401, f"{scope['path']} needs the deployment's {INTERNAL_TOKEN_HEADER}", code="unauthorized"
+            )
+            await _answer(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        wanted = INTERNAL_TOKEN_HEADER.lower().encode()
+        given = next((value for name, value in scope["headers"] if name == wanted), b"")
+        return hmac.compare_digest(given, self._token)
+
+
+async def read_body(request: Request, limit: int) -> dict[str, Any]:
+    """The body as an object; 413 as soon as it is longer than `limit`."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+        chunks.append(chunk)
+    return parse_object(b"".join(chunks))
+
+
+def state(pod: Pod) -> dict[str, Any]:
+    """GET /internal/v1/state."""
+    life, kv = pod.life, pod.counters
+    stats = pod.loaded.engine.stats() if pod.loaded else None
+    return {
+        "role": pod.role,
+        "host": pod.host,
+        "stage": life.state.stage.value,
+        "phase": life.state.phase,
+        "draining": life.state.stage.value == "Draining",
+        "in_flight": life.in_flight,
+        "running": stats.running if stats else 0,
+        "waiting": stats.waiting if stats else 0,
+        "blocks_total": stats.blocks_total if stats else 0,
+        "blocks_free": stats.blocks_free if stats else 0,
+        "prompt_tokens_computed": stats.prompt_tokens_computed if stats else 0,
+        "tokens_generated": stats.tokens_generated if stats else 0,
+        "steps": stats.steps if stats else 0,
+        "per_rank_running": list(stats.per_rank_running) if stats else [],
+        "kv_bytes_in": kv.bytes_in,
+        "kv_bytes_out": kv.bytes_out,
+        "kv_leases": life.held(),
+        "kv_leases_expired": kv.expired,
+        "kv_handed_over": kv.handed_over,
+        "kv_given_up": kv.given_up,
+        "kv_pulls": kv.pulls,
+        "kv_pulls_failed": kv.pulls_failed,
+        "agent": pod.loaded.agent.name if pod.loaded else None,
+        "fingerprint": pod.loaded.fingerprint if pod.loaded else None,
+    }
+
+
+def _probes(app: FastAPI, pod: Pod) -> None:
+    def answer(probe: Probe) -> JSONResponse:
+        return JSONResponse(probe.body, status_code=probe.status)
+
+    @app.get(STARTUPZ)
+    async def startupz() -> JSONResponse:
+        return answer(startup_probe(pod.life.state))
+
+    @app.get(LIVEZ)
+    async def livez() -> JSONResponse:
+        stuck = pod.loaded.engine.seconds_without_progress() if pod.loaded else 0.0
+        return answer(live_probe(stuck, pod.failure))
+
+    @app.get(READYZ)
+    async def readyz() -> JSONResponse:
+        return answer(ready_probe(pod.life.state))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(pod.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _internal(app: FastAPI, pod: Pod) -> None:
+    @app.get("/internal/v1/state")
+    async def read_state() -> JSONResponse:
+        return JSONResponse(state(pod))
+
+    @app.post("/internal/v1/drain")
+    async def drain(request: Request) -> JSONResponse:
+        return JSONResponse(await drain_call(pod.life, await read_body(request, INTERNAL_BODY_BYTES)))
+
+
+async def drain_call(life: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Begins the drain (once) and waits for its end, at most `wait_seconds`."""
+    wait = body.get("wait_seconds", 0)
+    life.drain("the drain endpoint")
+    limit = float(wait) if isinstance(wait, int | float) and not isinstance(wait, bool) else 0.0
+    drained = await life.until_drained(limit=max(0.0, limit))
+    return {
+        "draining": True,
+        "drained": drained,
+        "overdue": life.state.overdue(life.clock()),
+        "in_flight": life.in_flight,
+        "seconds_left": round(max(0.0, life.state.deadline - life.clock()), 1),
+    }
+
+
+def _prefill_routes(app: FastAPI, pod: Pod) -> None:
+    @app.post("/internal/v1/prefill")
+    async def post_prefill(request: Request) -> Response:
+        call = read_call(PrefillCall, await read_body(request, INTERNAL_BODY_BYTES))
+
+        async def work(sender: Sender) -> None:
+            await prefill(pod, call, sender)
+
+        return _answering(pod, call.id, work)
+
+    @app.get(AGENT_PATH)
+    async def agent() -> JSONResponse:
+        return JSONResponse(agent_card(pod.parts().agent).model_dump())
+
+    @app.post(LEASE_PATH)
+    async def lease(request: Request) -> JSONResponse:
+        return JSONResponse(renew_lease(pod, await read_body(request, INTERNAL_BODY_BYTES)).model_dump())
+
+    @app.post(RELEASE_PATH)
+    async def release(request: Request) -> JSONResponse:
+        return JSONResponse(release_lease(pod, await read_body(request, INTERNAL_BODY_BYTES)))
+
+
+def _decode_routes(app: FastAPI, pod: Pod) -> None:
+    @app.post("/internal/v1/decode")
+    async def post_decode(request: Request) -> Response:
+        call = read_call(DecodeCall, await read_body(request, INTERNAL_BODY_BYTES))
+
+        async def work(sender: Sender) -> None:
+            await decode(pod, call, sender)
+
+        return _answering(pod, call.id, work)
+
+
+def _answering(pod: Pod, request_id: str, work: Callable[[Sender], Awaitable[None]]) -> Response:
+    def failed(error: Exception) -> ApiError:
+        answer = told(error, request_id)
+        pod.metrics.failed.labels(pod.metrics.model, str(answer.status)).inc()
+        return answer
+
+    aborted = pod.metrics.aborted.labels(pod.metrics.model)
+    return Answering(work, request_id=request_id, failed=failed, on_disconnect=aborted.inc)
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code in (404, 405):
+        return _answer(no_route(request.method, request.url.path, known=error.status_code == 405))
+    return _answer(ApiError(error.status_code, str(error.detail)))
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return _answer(told(error, "-"))

@@ -1,0 +1,135 @@
+"""Typed reading of a JSON body, field by field: null means absent, a wrong value is a 400 that names its field."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from glm52_engine.serve.errors import bad
+
+MAX_BODY_BYTES = 32 << 20
+"""A prompt of a million tokens is about 5 MB of text; JSON escapes can multiply it."""
+
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A request body as an object whose strings are all valid Unicode; raises a 400."""
+    try:
+        value = json.loads(raw, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise bad(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except RecursionError as error:
+        raise bad("the body is not usable JSON: it is nested too deeply") from error
+    except ValueError as error:
+        raise bad(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad(f"the body is a JSON {_kind(value)}, expected an object")
+    # Half a surrogate pair is legal in JSON and illegal in UTF-8: it would break the tokenizer and the answer.
+    try:
+        return _clean(value) if b"\\u" in raw else value
+    except RecursionError as error:
+        raise bad("the body is not usable JSON: it is nested too deeply") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return _LONE_SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if isinstance(value, dict):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    return value
+
+
+def _kind(value: object) -> str:
+    names: dict[type, str] = {
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+class Fields:
+    """Each reader takes its field; what nobody took is reported by `rest`."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._left = {name: value for name, value in body.items() if value is not None}
+
+    def take(self, name: str) -> Any:
+        return self._left.pop(name, None)
+
+    def text(self, name: str) -> str | None:
+        value = self.take(name)
+        if value is not None and not isinstance(value, str):
+            raise wrong(name, value, "a string")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong(name, value, "true or false")
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        # bool is an int in Python, not in JSON.
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise wrong(name, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        words = f"a number {'above' if above_low else 'from'} {low:g} {'up ' if above_low else ''}to {high:g}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong(name, value, words)
+        if not low <= value <= high or (above_low and value == low) or not math.isfinite(value):
+            raise wrong(name, value, words)
+        return float(value)
+
+    def integers(self, name: str, *, low: int = 0, high: int = 2**31 - 1) -> list[int]:
+        value = self.take(name)
+        if value is None:
+            return []
+        fits = isinstance(value, list) and all(type(item) is int and low <= item <= high for item in value)
+        if not fits:
+            raise wrong(name, value, "an array of token ids")
+        return list(value)
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self.take(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise wrong(name, value, "an object")
+        return value
+
+    def rest(self) -> list[str]:
+        return sorted(self._left)
+
+
+def wrong(name: str, value: object, expected: str) -> Exception:
+    return bad(f"{name}: found {_shown(value)}, expected {expected}", param=name)

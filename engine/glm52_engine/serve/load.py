@@ -1,0 +1,28 @@
+"""Everything slow of an engine pod's start; runs on a thread while the HTTP server already answers its probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from glm52_engine.config import EngineConfig, Role
+from glm52_engine.runtime.types import Engine
+from glm52_engine.tokenizer import Tokenizer
+
+
+def load_engine(config: EngineConfig, role: Role, on_phase: Callable[[str], None]) -> tuple[Engine, Tokenizer]:
+    """Raises ConfigError for a checkpoint or configuration that can never work."""
+    on_phase("reading the tokenizer")
+    tokenizer = Tokenizer.load(Path(config.model.path))
+    on_phase("importing the engine")
+    from glm52_engine.runtime.engine import LocalEngine
+
+    engine: Engine = LocalEngine.load(
+        Path(config.model.path),
+        config.role(role),
+        max_model_len=config.model.max_model_len,
+        block_size=config.block_size,
+        on_phase=on_phase,
+    )
+    engine.start()
+    return engine, tokenizer

@@ -1,0 +1,122 @@
+"""What the handlers of one engine pod share, once the engine is loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from glm52_engine.config import EngineConfig, Role
+from glm52_engine.lifecycle.life import Life, Refused
+from glm52_engine.runtime.types import Engine, RequestError
+from glm52_engine.serve.errors import ApiError, bad, unavailable
+from glm52_engine.serve.metrics import Metrics
+from glm52_engine.serve.openai import Endpoint
+from glm52_engine.tokenizer import Tokenizer
+from glm52_engine.transfer.agent import TransferAgent, TransferError
+from glm52_engine.transfer.fingerprint import Fingerprint
+from glm52_engine.transfer.hold import Holder, TransferCounters
+from glm52_engine.transfer.peers import KvReference, Puller
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """Exists only when everything works: weights, pools, one forward, the transfer agent."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    agent: TransferAgent
+    holder: Holder
+    puller: Puller
+    fingerprint: Fingerprint
+
+
+@dataclass(slots=True)
+class Pod:
+    config: EngineConfig
+    role: Role
+    host: str
+    address: str
+    token: str
+    life: Life
+    counters: TransferCounters
+    metrics: Metrics
+    loaded: Loaded | None = None
+    failure: str = ""
+
+    def parts(self) -> Loaded:
+        if self.loaded is None:
+            raise unavailable(f"{self.host} is {self.life.state.why_not(self.life.clock()) or 'starting'}", "not_ready")
+        return self.loaded
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    id: str = Field(min_length=1, max_length=200)
+    endpoint: Endpoint
+    body: dict[str, Any]
+
+
+class PrefillCall(_Envelope):
+    """POST /internal/v1/prefill."""
+
+
+class FirstToken(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: int = Field(ge=0)
+    finish: str | None = None
+
+
+class Prefilled(BaseModel):
+    """Answer of /internal/v1/prefill, handed on by the router; without kv the first token was the last."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    id: str
+    prompt_ids: list[int] = Field(min_length=1)
+    first_token: FirstToken
+    seed: int
+    kv: KvReference | None = None
+
+
+class DecodeCall(_Envelope):
+    """POST /internal/v1/decode: the client's body and all of prefill's answer."""
+
+    prompt_ids: list[int] = Field(min_length=1)
+    first_token: FirstToken
+    seed: int
+    kv: KvReference | None = None
+
+
+CallT = TypeVar("CallT", bound=BaseModel)
+
+
+def read_call(model: type[CallT], value: dict[str, Any]) -> CallT:
+    """Raises ApiError 400 naming the wrong fields."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise bad(f"{name}: {first['msg']}", param=name) from error
+
+
+def told(error: Exception, request_id: str) -> ApiError:
+    """What the client is told of an exception; anything unforeseen is a 500 here and a traceback in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return bad(str(error))
+    if isinstance(error, Refused):
+        return unavailable(f"this server takes no requests: {error}", "not_ready")
+    if isinstance(error, TransferError):
+        log.warning("KV hand-off failed", extra={"request": request_id, "reason": str(error)})
+        return ApiError(502, str(error), code="kv_transfer_failed")
+    log.error("request failed", exc_info=error, extra={"request": request_id})
+    return ApiError(500, "the engine failed on this request; its log has the reason", code="internal_error")

@@ -1,0 +1,94 @@
+"""POST /internal/v1/prefill and what a prefill pod tells its decode peers about the KV it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from glm52_engine.runtime.types import Prefilled as EnginePrefilled
+from glm52_engine.serve.errors import ApiError, bad
+from glm52_engine.serve.openai import read_request
+from glm52_engine.serve.pod import FirstToken, Loaded, Pod, PrefillCall, Prefilled
+from glm52_engine.serve.sender import Sender
+from glm52_engine.serve.text import engine_request, new_seed, prompt_ids
+from glm52_engine.transfer.peers import KvReference, LeaseCard
+
+log = logging.getLogger(__name__)
+
+
+async def prefill(pod: Pod, call: PrefillCall, sender: Sender) -> None:
+    with pod.life.serving():
+        began = time.monotonic()
+        parts = pod.parts()
+        asked = read_request(call.endpoint, call.body, pod.config.model.name)
+        prompt = await asyncio.to_thread(prompt_ids, asked, parts.tokenizer)
+        if not prompt:
+            raise bad("prompt: has no tokens", param="prompt")
+        seed = new_seed() if asked.seed is None else asked.seed
+        request = engine_request(
+            asked,
+            call.id,
+            prompt,
+            seed=seed,
+            max_model_len=pod.config.model.max_model_len,
+            tokenizer=parts.tokenizer,
+        )
+        result = await parts.engine.prefill(request)
+        pod.metrics.first_token.labels(pod.metrics.model).observe(time.monotonic() - began)
+        answer = _hold(pod, parts, call.id, prompt, seed, result)
+        try:
+            await sender.whole(200, answer.model_dump())
+        except asyncio.CancelledError:
+            parts.holder.give_up(call.id)
+            raise
+        pod.metrics.latency.labels(pod.metrics.model).observe(time.monotonic() - began)
+        log.info("prefilled", extra={"request": call.id, "tokens": len(prompt), "seconds": time.monotonic() - began})
+
+
+def _hold(
+    pod: Pod, parts: Loaded, request_id: str, prompt: tuple[int, ...], seed: int, result: EnginePrefilled
+) -> Prefilled:
+    """Puts the KV under a lease, or frees it when the first token was the last one."""
+    token = FirstToken(id=result.token.id, finish=result.token.finish)
+    if result.token.finish is not None:
+        parts.engine.release(request_id)
+        pod.metrics.success.labels(pod.metrics.model, result.token.finish).inc()
+        return Prefilled(id=request_id, prompt_ids=list(prompt), first_token=token, seed=seed)
+    parts.holder.grant(request_id, result.blocks, prompt)
+    kv = KvReference(
+        address=pod.address,
+        agent=parts.agent.name,
+        rank=result.blocks.rank,
+        blocks=list(result.blocks.ids),
+        num_tokens=len(prompt),
+        fingerprint=parts.fingerprint,
+    )
+    return Prefilled(id=request_id, prompt_ids=list(prompt), first_token=token, seed=seed, kv=kv)
+
+
+def renew_lease(pod: Pod, body: dict[str, Any]) -> LeaseCard:
+    parts = pod.parts()
+    request_id, agent = body.get("id"), body.get("agent")
+    if not isinstance(request_id, str):
+        raise bad("id: expected a string", param="id")
+    if agent is not None and agent != parts.agent.name:
+        raise ApiError(410, f"this pod's agent is {parts.agent.name}: {agent} is gone", code="agent_gone")
+    lease = parts.holder.renew(request_id)
+    if lease is None:
+        raise ApiError(404, f"no KV is held for request {request_id}: its lease is over", code="no_lease")
+    return LeaseCard(
+        rank=lease.blocks.rank,
+        blocks=list(lease.blocks.ids),
+        num_tokens=lease.num_tokens,
+        digest=lease.digest,
+        seconds=parts.holder.table.seconds,
+    )
+
+
+def release_lease(pod: Pod, body: dict[str, Any]) -> dict[str, Any]:
+    request_id = body.get("id")
+    if not isinstance(request_id, str):
+        raise bad("id: expected a string", param="id")
+    return {"id": request_id, "released": pod.parts().holder.give_up(request_id)}

@@ -1,0 +1,284 @@
+"""An engine pod's process from its first moment to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+import uvicorn
+from starlette.types import ASGIApp
+
+from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
+from glm52_engine.lifecycle import logs
+from glm52_engine.lifecycle.life import Life
+from glm52_engine.lifecycle.preflight import check_memory, memory_limit
+from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
+from glm52_engine.lifecycle.termination import host_name, last_line, leave
+from glm52_engine.serve.app import make_app
+from glm52_engine.serve.load import load_engine
+from glm52_engine.serve.metrics import Metrics
+from glm52_engine.serve.pod import Loaded, Pod
+from glm52_engine.sizing import PROPAGATION_SECONDS, unpin_seconds
+from glm52_engine.transfer.agent import TransferAgent
+from glm52_engine.transfer.fingerprint import fingerprint
+from glm52_engine.transfer.hold import Holder, TransferCounters
+from glm52_engine.transfer.peers import Puller
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
+LAST_WORDS_SECONDS = 2.0
+"""For handlers to tell their clients that the request was cut off."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    role: Role
+    config: str
+    token_file: str
+    host: str
+    port: int
+    propagation: float = PROPAGATION_SECONDS
+
+
+def read_token(path: str) -> str:
+    try:
+        with open(path) as file:
+            token = file.read().strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the deployment's secret") from error
+    if not token:
+        raise ConfigError(f"{path}: is empty; expected the deployment's secret")
+    return token
+
+
+def serve(options: ServeOptions) -> int:
+    """Runs until TERM or a failure; returns the exit code after the termination message is written."""
+    logs.setup(options.role)
+    try:
+        config = read_engine_config(options.config)
+        token = read_token(options.token_file)
+        check_memory(config, options.role, memory_limit())
+        listener = bind(options.host, options.port)
+    except ConfigError as error:
+        return leave(Outcome.CONFIG_REFUSED, options.role, str(error))
+    return asyncio.run(Process(options, config, token, listener).run())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A restart in place must not wait for the old connections' TIME_WAIT.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+    return listener
+
+
+class Process:
+    def __init__(self, options: ServeOptions, config: EngineConfig, token: str, listener: socket.socket) -> None:
+        self.options = options
+        self.config = config
+        self._listener = listener
+        self._ended: asyncio.Future[tuple[Outcome, str]]
+        self._terminated = asyncio.Event()
+        ip = os.environ.get("POD_IP") or "127.0.0.1"
+        port = listener.getsockname()[1]
+        counters = TransferCounters()
+        self.life = Life(
+            window=config.drain.window_seconds,
+            propagation=options.propagation,
+            held=lambda: len(self.pod.loaded.holder) if self.pod.loaded else 0,
+        )
+        self.pod = Pod(
+            config=config,
+            role=options.role,
+            host=host_name(),
+            address=f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}",
+            token=token,
+            life=self.life,
+            counters=counters,
+            metrics=Metrics(
+                config.model.name,
+                lambda: self.pod.loaded.engine.stats() if self.pod.loaded else None,
+                counters,
+                lambda: self.life.held(),
+            ),
+        )
+
+    async def run(self) -> int:
+        self._ended = asyncio.get_running_loop().create_future()
+        install_signals(self._on_term)
+        server = QuietServer(make_app(self.pod))
+        http = asyncio.create_task(server.serve(sockets=[self._listener]))
+        log.info("listening", extra={"address": self.pod.address})
+        tasks = [asyncio.create_task(task) for task in (self._load(), self._drained(), self._watch())]
+        http.add_done_callback(lambda task: self._end(Outcome.CRASHED, "the HTTP server ended"))
+        outcome, message = await self._ended
+        for task in tasks:
+            task.cancel()
+        return await self._leave(outcome, message, server, http)
+
+    def _on_term(self, name: str) -> None:
+        self.life.drain(name)
+        self._terminated.set()
+
+    def _end(self, outcome: Outcome, message: str) -> None:
+        """The first cause is the one that is reported."""
+        if not self._ended.done():
+            self._ended.set_result((outcome, message))
+
+    async def _load(self) -> None:
+        try:
+            self.pod.loaded = await self._loaded()
+            self.life.ready()
+            log.info("ready")
+        except ConfigError as error:
+            self._end(Outcome.CONFIG_REFUSED, str(error))
+        except Exception as error:
+            log.error("the start failed", exc_info=error)
+            self._end(Outcome.CRASHED, last_line(error))
+
+    async def _loaded(self) -> Loaded:
+        loop = asyncio.get_running_loop()
+
+        def on_phase(phase: str) -> None:
+            loop.call_soon_threadsafe(self.life.enter, phase)
+
+        engine, tokenizer = await in_thread(lambda: load_engine(self.config, self.options.role, on_phase))
+        self._engine = engine
+        holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
+        name = f"{self.pod.host}/{secrets.token_hex(8)}"
+        agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=lambda: len(holder))
+        self.life.enter("registering the KV pools for transfer")
+        await in_thread(agent.start)
+        print_of = fingerprint(engine)
+        puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token)
+        self._expiry = asyncio.create_task(holder.expire_forever())
+        return Loaded(engine, tokenizer, agent, holder, puller, print_of)
+
+    async def _drained(self) -> None:
+        # The preStop hook drains and TERM comes after it: only TERM ends the process.
+        await self._terminated.wait()
+        if await self.life.until_drained():
+            self._end(Outcome.DRAINED, "drained: nothing was in flight")
+        else:
+            window = self.config.drain.window_seconds
+            self._end(Outcome.DRAIN_TIMED_OUT, f"{self.life.in_flight} in flight after the window of {window} s")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self.pod.loaded is None:
+                continue
+            failure = self.pod.loaded.engine.failure()
+            if failure is not None:
+                self.pod.failure = last_line(failure)
+                log.error("a rank failed", exc_info=failure)
+                self._end(Outcome.CRASHED, self.pod.failure)
+            stuck = self.pod.loaded.engine.seconds_without_progress()
+            if stuck > STUCK_AFTER_SECONDS:
+                self._end(Outcome.WEDGED, f"work is queued and no step has finished for {stuck:.0f} s")
+
+    async def _leave(self, outcome: Outcome, message: str, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
+        cut_off = self.life.in_flight
+        self.life.stop()
+        if self.pod.loaded is not None:
+            await self._close(self.pod.loaded)
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(http), LAST_WORDS_SECONDS)
+        return leave(outcome, self.options.role, message, in_flight=cut_off)
+
+    async def _close(self, parts: Loaded) -> None:
+        """Transfers end before the pools go: a peer must never read memory that is no longer ours."""
+        await parts.puller.settle()
+        limit = unpin_seconds(self.config.role(self.options.role)) + 5.0
+        for name, close in (("transfers", parts.agent.close), ("engine", parts.engine.stop)):
+            try:
+                await asyncio.wait_for(in_thread(close), limit)
+            except TimeoutError:
+                log.error("did not close in time", extra={"part": name, "limit": limit})
+            except Exception as error:
+                log.error("did not close", exc_info=error, extra={"part": name})
+        until = self.life.clock() + LAST_WORDS_SECONDS
+        while self.life.requests and self.life.clock() < until:
+            await asyncio.sleep(0.02)
+        await parts.puller.session.close()
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: TERM is ours to handle."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                # Longer than the router keeps an idle connection, so that the router is the one to close it.
+                timeout_keep_alive=90,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def install_signals(on_term: Callable[[str], None]) -> None:
+    """As PID 1 nothing is handled by default: TERM would be ignored, and orphans would stay zombies."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_term, number.name)
+    if os.getpid() == 1:
+        loop.add_signal_handler(signal.SIGCHLD, _reap)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """On a daemon thread of its own: one that hangs must not keep the process from leaving."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

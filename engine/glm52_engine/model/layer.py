@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.mla import Attention
 from glm52_engine.model.moe import Mlp, Moe
+from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import Rotation
 from glm52_engine.model.step import Step
 
@@ -25,7 +25,6 @@ class Layer:
             return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
         self._eps = spec.rms_norm_eps
-        self._shape = (spec.hidden_size,)
         self._input_norm = weights["input_layernorm.weight"]
         self._mlp_norm = weights["post_attention_layernorm.weight"]
         self._attention = Attention(spec, part("self_attn."), full=spec.indexer_types[index] == "full")
@@ -41,8 +40,8 @@ class Layer:
         selection: Selection | None,
     ) -> tuple[torch.Tensor, Selection]:
         """hidden [T, hidden]; the selection of the last full layer goes in, that of this layer comes out."""
-        normed = F.rms_norm(hidden, self._shape, self._input_norm, self._eps)
+        normed = rms_norm(hidden, self._input_norm, self._eps)
         attended, selection = self._attention.forward(normed, by, step, rows, index_keys, selection)
         hidden = hidden + attended
-        normed = F.rms_norm(hidden, self._shape, self._mlp_norm, self._eps)
+        normed = rms_norm(hidden, self._mlp_norm, self._eps)
         return hidden + self._mlp.forward(normed), selection

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kernels.reference import sparse_attention
 from glm52_engine.model.indexer import Indexer, Selection
+from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import Rotation, rotate
 from glm52_engine.model.step import Step
 
 LATENT_NORM_EPS = 1e-6
-"""eps of q_a_layernorm and kv_a_layernorm: engines disagree (1e-6 or rms_norm_eps), the published model code has 1e-6."""
+"""eps of q_a_layernorm and kv_a_layernorm. Engines disagree (some take rms_norm_eps); the published model code: 1e-6."""
 
 
 class Attention:
@@ -52,9 +53,9 @@ class Attention:
 
         `rows` [num_blocks, block_size, mla_row] and `index_keys` (full layers) are this layer's cache.
         """
-        q_latent = F.rms_norm(F.linear(hidden, self._q_a), (self._q_a.shape[0],), self._q_norm, LATENT_NORM_EPS)
+        q_latent = rms_norm(F.linear(hidden, self._q_a), self._q_norm, LATENT_NORM_EPS)
         kv, shared_key = F.linear(hidden, self._kv_a).split((self._latent, self._rope), dim=-1)
-        kv = F.rms_norm(kv, (self._latent,), self._kv_norm, LATENT_NORM_EPS)
+        kv = rms_norm(kv, self._kv_norm, LATENT_NORM_EPS)
         rows[step.blocks, step.offsets] = torch.cat((kv, rotate(shared_key, by)), dim=-1)
 
         if self._indexer is not None and index_keys is not None:

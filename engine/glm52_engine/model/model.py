@@ -12,6 +12,7 @@ from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.layer import Layer
+from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import inverse_frequencies, rotation
 from glm52_engine.model.step import Step
 
@@ -46,5 +47,5 @@ class Model:
             hidden, selection = layer.forward(hidden, by, step, pool.mla[index], pool.index.get(index), selection)
             if trace is not None:
                 trace.append(selection.positions)
-        hidden = F.rms_norm(hidden[step.logit_rows], (hidden.shape[1],), self._norm, self.spec.rms_norm_eps)
+        hidden = rms_norm(hidden[step.logit_rows], self._norm, self.spec.rms_norm_eps)
         return F.linear(hidden, self._head).float()

@@ -36,6 +36,7 @@ class WorkQueue(Generic[K]):
         self._queued: set[K] = set()
         self._active: dict[K, float] = {}
         self._again: set[K] = set()
+        self._fresh: set[K] = set()
         self._timers: dict[K, Timer] = {}
         self._failures: dict[K, int] = {}
         self._wakeup = asyncio.Event()
@@ -47,6 +48,8 @@ class WorkQueue(Generic[K]):
             self._failures.pop(key, None)
         if key in self._active:
             self._again.add(key)
+            if fresh:
+                self._fresh.add(key)
         elif key not in self._failures:
             self._cancel_timer(key)
             self._push(key)
@@ -70,6 +73,10 @@ class WorkQueue(Generic[K]):
 
     def failed(self, key: K) -> float:
         """The key's work did not succeed; returns the seconds until the next attempt."""
+        if key in self._fresh:
+            # What failed was an older specification.
+            self._release(key, None)
+            return 0.0
         count = self._failures.get(key, 0) + 1
         self._failures[key] = count
         delay = self._backoff.delay(count)
@@ -107,6 +114,7 @@ class WorkQueue(Generic[K]):
 
     def _release(self, key: K, delay: float | None) -> None:
         del self._active[key]
+        self._fresh.discard(key)
         if key in self._again:
             self._again.discard(key)
             self._push(key)

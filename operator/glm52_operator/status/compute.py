@@ -106,7 +106,9 @@ def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
         else Verdict(False, refused.reason, refused.message)
     )
     verdicts = {"ConfigValid": config, **roles}
-    failed = next((verdict for verdict in verdicts.values() if not verdict.holds), None)
+    # What a person has to solve comes before what passes by itself.
+    unmet = [verdict for verdict in verdicts.values() if not verdict.holds]
+    failed = min(unmet, key=lambda verdict: verdict.reason in _PASSING, default=None)
     ready = (
         Verdict(True, "Serving", f"Serving {target.spec.model.name} at {url(target)}.")
         if failed is None

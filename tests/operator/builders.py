@@ -1,0 +1,95 @@
+"""Objects as the API server would hand them out, for the operator's unit tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from glm52_operator import names
+from glm52_operator.desired.target import Object, Target
+from glm52_operator.plan.resolve import resolve
+
+IMAGE = "engine:test"
+UID = "00000000-0000-0000-0000-000000000001"
+
+
+def resource(name: str = "chat", generation: int = 1, uid: str = UID, **spec: Any) -> Object:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "uid": uid,
+            "generation": generation,
+            "resourceVersion": "10",
+        },
+        "spec": {"model": {"preset": "tiny"}, **spec},
+    }
+
+
+def target(name: str = "chat", **spec: Any) -> Target:
+    found = resolve(resource(name, **spec), IMAGE)
+    assert isinstance(found, Target), found
+    return found
+
+
+def pod(
+    name: str,
+    *,
+    role: str = "decode",
+    ready: bool = False,
+    revision: str = "r1",
+    leaving: bool = False,
+    deployment: str = "chat",
+    **status: Any,
+) -> Object:
+    conditions = [{"type": "Ready", "status": "True" if ready else "False"}, *status.pop("conditions", [])]
+    meta: Object = {
+        "name": name,
+        "namespace": "ns",
+        "uid": f"uid-{name}",
+        "labels": {
+            **names.selector(deployment, role),  # type: ignore[arg-type]
+            "controller-revision-hash": revision,
+        },
+    }
+    if leaving:
+        meta["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    containers = [{"name": "engine", "resources": {"limits": {"memory": "4Gi"}}}]
+    return {"metadata": meta, "spec": {"containers": containers}, "status": {"conditions": conditions, **status}}
+
+
+def stateful_set(
+    replicas: int = 1,
+    *,
+    ready: int | None = None,
+    updated: int | None = None,
+    generation: int = 1,
+    observed: int | None = None,
+    current: str = "r1",
+    update: str = "r1",
+) -> Object:
+    return {
+        "metadata": {"name": "chat-decode", "namespace": "ns", "uid": "sts", "generation": generation},
+        "status": {
+            "observedGeneration": generation if observed is None else observed,
+            "replicas": replicas,
+            "readyReplicas": replicas if ready is None else ready,
+            "updatedReplicas": replicas if updated is None else updated,
+            "currentRevision": current,
+            "updateRevision": update,
+        },
+    }
+
+
+def router(replicas: int = 1, **status: Any) -> Object:
+    return {
+        "metadata": {"name": "chat-router", "namespace": "ns", "uid": "deploy", "generation": 1},
+        "status": {
+            "observedGeneration": 1,
+            "replicas": replicas,
+            "readyReplicas": replicas,
+            "updatedReplicas": replicas,
+            **status,
+        },
+    }

@@ -1,0 +1,84 @@
+"""An API server in a dict: enough of create, apply, get, list and delete for the reconciler's unit tests.
+
+Applying here replaces what was applied before and keeps status; the true rules of server-side apply are tested against
+a true API server.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from glm52_operator.desired.target import Object
+from glm52_operator.reconcile.client import ApiError
+from glm52_operator.reconcile.kinds import Kind
+
+
+class FakeApi:
+    def __init__(self) -> None:
+        self.objects: dict[tuple[Kind, str, str], Object] = {}
+        self.calls: list[tuple[str, str, str]] = []
+        self.refuse: Callable[[str, Kind, str], tuple[int, str] | None] = lambda verb, kind, name: None
+        self.events: list[Object] = []
+        self._versions = itertools.count(100)
+
+    @property
+    def writes(self) -> list[tuple[str, str, str]]:
+        return [call for call in self.calls if call[0] not in ("get", "list")]
+
+    def put(self, kind: Kind, obj: Object) -> Object:
+        meta = obj["metadata"]
+        meta["resourceVersion"] = str(next(self._versions))
+        meta.setdefault("uid", f"uid-{kind.kind}-{meta['name']}")
+        self.objects[kind, meta["namespace"], meta["name"]] = obj
+        return copy.deepcopy(obj)
+
+    def find(self, kind: str, name: str) -> Object:
+        return next(o for (k, _, n), o in self.objects.items() if (k.kind, n) == (kind, name))
+
+    def _call(self, verb: str, kind: Kind, name: str) -> None:
+        self.calls.append((verb, kind.kind, name))
+        refused = self.refuse(verb, kind, name) if verb != "list" else None
+        if refused is not None:
+            raise ApiError(code=refused[0], text=refused[1], verb=verb, kind=kind, name=name)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        self._call("get", kind, name)
+        return copy.deepcopy(self.objects.get((kind, namespace, name)))
+
+    get_metadata = get
+
+    async def list(self, kind: Kind, namespace: str | None, **_: Any) -> Any:
+        self._call("list", kind, "")
+        if kind.kind == "Event":
+            return copy.deepcopy(self.events), "1"
+        found = [o for (k, ns, _), o in self.objects.items() if k is kind and namespace in (None, ns)]
+        return copy.deepcopy(found), str(next(self._versions))
+
+    async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
+        self._call("create", kind, body["metadata"]["name"])
+        return self.put(kind, copy.deepcopy(body))
+
+    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None) -> Object:
+        meta = body["metadata"]
+        self._call("patch", kind, meta["name"] + (f"/{subresource}" if subresource else ""))
+        key = (kind, meta["namespace"], meta["name"])
+        old = self.objects.get(key)
+        if subresource:
+            assert old is not None
+            assert old["metadata"]["uid"] == meta["uid"]
+            return self.put(kind, {**copy.deepcopy(old), "status": copy.deepcopy(body["status"])})
+        new = copy.deepcopy(body)
+        new["metadata"]["generation"] = 1
+        if old is not None:
+            changed = old.get("spec") != new.get("spec")
+            new["metadata"] |= {"uid": old["metadata"]["uid"], "generation": old["metadata"]["generation"] + changed}
+            new |= {"status": old["status"]} if "status" in old else {}
+        return self.put(kind, new)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        self._call("delete", kind, name)
+        assert self.objects[kind, namespace, name]["metadata"]["uid"] == uid
+        del self.objects[kind, namespace, name]

@@ -1,0 +1,48 @@
+"""Liveness is about progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from glm52_operator.reconcile.health import Health, application
+from glm52_operator.reconcile.queue import WorkQueue
+from tests.operator.conftest import FakeClock
+
+
+def health(clock: FakeClock) -> Health:
+    return Health(clock, WorkQueue[Any](clock), silence_limit=100, work_limit=50)
+
+
+def test_silence_is_an_illness(clock: FakeClock) -> None:
+    own = health(clock)
+    assert own.complaint() is None
+    clock.advance(99)
+    assert own.complaint() is None
+    clock.advance(2)
+    assert "no event" in str(own.complaint())
+    own.progress()
+    assert own.complaint() is None
+
+
+async def test_work_that_never_ends_is_an_illness(clock: FakeClock) -> None:
+    own = health(clock)
+    own.queue.add(("ns", "a"))
+    await own.queue.get()
+    clock.advance(51)
+    own.progress()
+    assert "one pass" in str(own.complaint())
+
+
+async def test_the_endpoints(clock: FakeClock) -> None:
+    own = health(clock)
+    async with TestClient(TestServer(application(own))) as client:
+        assert (await client.get("/healthz")).status == 200
+        assert (await client.get("/readyz")).status == 503
+        own.synced = True
+        assert (await client.get("/readyz")).status == 200
+        clock.advance(101)
+        answer = await client.get("/healthz")
+        assert answer.status == 500
+        assert "no event" in await answer.text()

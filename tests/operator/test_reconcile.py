@@ -1,0 +1,275 @@
+"""Passes over one deployment against an API server in a dict."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from glm52_operator import names
+from glm52_operator.desired.children import build
+from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS, Applier
+from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, POD, SECRET, WATCHED
+from glm52_operator.reconcile.reconciler import QUIET_ATTEMPTS, Reconciler, Result
+from glm52_operator.reconcile.store import Store
+from tests.operator.builders import IMAGE, pod, resource, target
+from tests.operator.conftest import FakeClock
+from tests.operator.fake_api import FakeApi
+
+KEY = ("ns", "chat")
+NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+
+
+@dataclass
+class World:
+    api: FakeApi
+    clock: FakeClock
+    reconciler: Reconciler
+
+    @property
+    def store(self) -> Store:
+        return self.reconciler.store
+
+    def start(self) -> None:
+        """A new operator process."""
+        store = Store()
+        applier = Applier(self.api, store, self.clock)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(self.api, store, applier, IMAGE, lambda: NOW)  # type: ignore[arg-type]
+
+    async def list_all(self) -> None:
+        for kind in WATCHED:
+            self.store.replace(kind, None, *await self.api.list(kind, None))
+        self.api.calls.clear()
+
+    async def run(self, attempt: int = 0) -> Result:
+        await self.list_all()
+        return await self.reconciler.reconcile(KEY, attempt)
+
+    def edit(self, **spec: Any) -> None:
+        obj = self.api.find(names.KIND, "chat")
+        obj["spec"] |= spec
+        obj["metadata"]["generation"] += 1
+        self.api.put(DEPLOYMENT_RESOURCE, obj)
+
+    def serve(self) -> None:
+        """The controllers and the kubelet do their work: every pod runs and is ready."""
+        for name in ("chat-prefill", "chat-decode", "chat-router"):
+            kind = "Deployment" if name == "chat-router" else "StatefulSet"
+            obj = self.api.find(kind, name)
+            wanted = obj["spec"]["replicas"]
+            obj["status"] = {
+                "observedGeneration": obj["metadata"]["generation"],
+                **dict.fromkeys(("replicas", "readyReplicas", "updatedReplicas"), wanted),
+                "currentRevision": "r1",
+                "updateRevision": "r1",
+            }
+            self.api.put(BY_KIND[kind], obj)
+            for number in range(wanted):
+                self.api.put(POD, pod(f"{name}-{number}", role=name.removeprefix("chat-"), ready=True))
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        status = self.api.find(names.KIND, "chat")["status"]
+        return next(c for c in status["conditions"] if c["type"] == kind)
+
+
+@pytest.fixture
+def world(clock: FakeClock) -> World:
+    made = World(FakeApi(), clock, None)  # type: ignore[arg-type]
+    made.start()
+    made.api.put(DEPLOYMENT_RESOURCE, resource())
+    return made
+
+
+async def test_a_new_deployment_gets_its_children_and_every_condition(world: World) -> None:
+    result = await world.run()
+    assert not result.failed
+    assert result.requeue_after
+    kinds = {(c["kind"], c["metadata"]["name"]) for c in build(target())}
+    assert {(k, n) for verb, k, n in world.api.writes if verb == "patch" and "/" not in n} == kinds
+    assert world.condition("Ready")["reason"] == "Applying"
+    assert world.api.find(names.KIND, "chat")["status"]["decode"]["ready"] == "0/1"
+
+
+async def test_ready_and_then_nothing_is_written(world: World) -> None:
+    await world.run()
+    world.serve()
+    assert await world.run() == Result()
+    assert world.condition("Ready")["status"] == "True"
+    assert world.api.writes == [("patch", names.KIND, "chat/status")]
+    assert await world.run() == Result()
+    assert world.api.writes == []
+
+
+async def test_a_restarted_operator_writes_nothing(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    world.start()
+    assert await world.run() == Result()
+    assert world.api.writes == []
+
+
+async def test_ready_is_gone_in_the_very_write_that_speaks_of_the_new_generation(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    world.edit(decode={"maxNumSeqs": 3})
+    await world.run()
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["observedGeneration"]) == ("False", 2)
+    assert [w for w in world.api.writes if w[1] == names.KIND] == [("patch", names.KIND, "chat/status")]
+
+
+async def test_scaling_writes_one_stateful_set_and_rolls_nothing(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    world.edit(decode={"replicas": 3})
+    await world.run()
+    patched = {name for verb, kind, name in world.api.writes if kind != names.KIND}
+    # The other workloads carry the same configuration.
+    assert patched == {"chat-decode"}
+    assert world.api.find(names.KIND, "chat")["status"]["decode"]["ready"] == "1/3"
+
+
+async def test_an_edit_of_a_child_is_repaired(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    service = world.api.find("Service", "chat-decode")
+    service["spec"]["selector"] = {"app": "other"}
+    world.api.put(BY_KIND["Service"], service)
+    await world.run()
+    assert world.api.writes == [("patch", "Service", "chat-decode")]
+    assert world.api.find("Service", "chat-decode")["spec"]["selector"] == names.selector("chat", "decode")
+
+
+async def test_the_secret_is_made_once_and_never_written_again(world: World) -> None:
+    await world.run()
+    token = world.api.find("Secret", "chat-internal")["data"]["token"]
+    assert len(base64.b64decode(token)) >= 32
+    world.start()
+    world.edit(decode={"maxNumSeqs": 3})
+    await world.run()
+    assert not [w for w in world.api.writes if w[1] == "Secret"]
+    assert world.api.find("Secret", "chat-internal")["data"]["token"] == token
+
+
+async def test_a_deleted_secret_is_noticed(world: World) -> None:
+    await world.run()
+    del world.api.objects[SECRET, "ns", "chat-internal"]
+    world.clock.advance(SECRET_RECHECK_SECONDS + 1)
+    await world.run()
+    assert ("create", "Secret", "chat-internal") in world.api.writes
+
+
+async def test_somebody_elses_object_is_left_alone_and_named(world: World) -> None:
+    foreign = {"metadata": {"namespace": "ns", "name": "chat-router", "labels": {}}, "spec": {"theirs": True}}
+    world.api.put(BY_KIND["Deployment"], foreign)
+    world.store.replace(DEPLOYMENT_RESOURCE, None, [world.api.find(names.KIND, "chat")], "1000")
+    result = await world.reconciler.reconcile(KEY, 0)
+    assert result.failed
+    assert world.api.find("Deployment", "chat-router")["spec"] == {"theirs": True}
+    assert world.condition("RouterReady")["reason"] == "NameTaken"
+    assert "Deployment chat-router" in world.condition("Ready")["message"]
+
+
+async def test_children_of_a_deleted_namesake_are_waited_for(world: World) -> None:
+    await world.run()
+    del world.api.objects[DEPLOYMENT_RESOURCE, "ns", "chat"]
+    world.api.put(DEPLOYMENT_RESOURCE, resource(uid="second"))
+    world.start()
+    result = await world.run()
+    assert result.failed
+    assert world.api.writes == []
+    for key in [k for k in world.api.objects if k[0] is not DEPLOYMENT_RESOURCE]:
+        del world.api.objects[key]
+    world.clock.advance(60)
+    await world.run(1)
+    assert world.api.find("StatefulSet", "chat-decode")["metadata"]["ownerReferences"][0]["uid"] == "second"
+
+
+async def test_a_child_that_is_no_longer_wanted_is_deleted(world: World) -> None:
+    await world.run()
+    extra = {**world.api.find("Service", "chat-decode")}
+    extra["metadata"] = {**extra["metadata"], "name": "chat-former", "uid": "former"}
+    world.api.put(BY_KIND["Service"], extra)
+    await world.run()
+    assert ("delete", "Service", "chat-former") in world.api.writes
+
+
+async def test_a_missing_permission_is_told_with_verb_and_resource(world: World) -> None:
+    world.api.refuse = lambda verb, kind, name: (
+        (403, 'is forbidden: User "op" cannot patch resource "statefulsets"')
+        if (verb, kind.kind) == ("patch", "StatefulSet")
+        else None
+    )
+    assert (await world.run()).failed
+    progressing = world.condition("Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("False", "Forbidden")
+    assert "'patch' on 'statefulsets.apps'" in progressing["message"]
+    # What does not depend on it is there.
+    assert world.api.find("Deployment", "chat-router")
+    world.api.refuse = lambda verb, kind, name: None
+    assert not (await world.run(1)).failed
+    assert world.condition("Progressing")["reason"] == "Applying"
+
+
+async def test_pods_wait_for_what_they_mount(world: World) -> None:
+    world.api.refuse = lambda verb, kind, name: (403, "exceeded quota: q") if kind.kind == "ConfigMap" else None
+    await world.run()
+    kinds = {kind for _, kind, _ in world.api.writes}
+    assert "StatefulSet" not in kinds
+    assert world.condition("DecodeReady")["reason"] == "QuotaExceeded"
+
+
+async def test_a_short_outage_is_retried_before_it_is_told(world: World) -> None:
+    world.api.refuse = lambda verb, kind, name: (503, "busy") if kind.kind == "Service" else None
+    for attempt in range(QUIET_ATTEMPTS):
+        assert (await world.run(attempt)).failed
+        assert "status" not in world.api.find(names.KIND, "chat")
+    assert (await world.run(QUIET_ATTEMPTS)).failed
+    assert world.condition("Progressing")["reason"] == "ApiError"
+
+
+async def test_a_status_that_cannot_be_written_is_a_failure(world: World) -> None:
+    world.api.refuse = lambda verb, kind, name: (403, "no") if name.endswith("/status") else None
+    assert (await world.run()).failed
+
+
+async def test_pods_that_the_api_server_refuses_are_explained(world: World) -> None:
+    await world.run()
+    obj = world.api.find("StatefulSet", "chat-decode")
+    obj["status"] = {"observedGeneration": 1, "replicas": 0}
+    world.api.put(BY_KIND["StatefulSet"], obj)
+    world.api.events = [{"metadata": {}, "message": "exceeded quota: pods=0", "lastTimestamp": "2026"}]
+    await world.run()
+    decode = world.condition("DecodeReady")
+    assert decode["reason"] == "PodsRefused"
+    assert "exceeded quota: pods=0" in decode["message"]
+
+
+async def test_an_invalid_specification_touches_no_child(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    world.edit(decode={"warp": 1})
+    assert await world.run() == Result()
+    assert world.api.writes == [("patch", names.KIND, "chat/status")]
+    assert world.condition("ConfigValid")["reason"] == "InvalidSpec"
+    assert world.condition("Ready")["status"] == "False"
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+async def test_a_deployment_that_goes_is_left_to_the_garbage_collector(world: World, deleted: bool) -> None:
+    await world.run()
+    if deleted:
+        del world.api.objects[DEPLOYMENT_RESOURCE, "ns", "chat"]
+    else:
+        world.api.find(names.KIND, "chat")["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        world.api.put(DEPLOYMENT_RESOURCE, world.api.find(names.KIND, "chat"))
+    assert await world.run() == Result()
+    assert world.api.writes == []

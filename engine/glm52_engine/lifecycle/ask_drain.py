@@ -9,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from glm52_engine.sizing import PROPAGATION_SECONDS
 
 SLICE_SECONDS = 5.0
 """The server answers within this time; one that does not is frozen, and waiting would eat the grace period."""
 
 ANSWER_SECONDS = SLICE_SECONDS + 5.0
+
+
+DEFAULT_WINDOW_SECONDS = 60.0
+
+
+def drain_limit(config: str) -> float:
+    """Propagation + the deployment's window; a config that cannot be read must not make the hook fail."""
+    try:
+        window = float(json.loads(Path(config).read_text())["drain"]["window_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        window = DEFAULT_WINDOW_SECONDS
+    return PROPAGATION_SECONDS + window + 1.0
 
 
 def ask_drain(*, port: int, token_file: str, limit: float, host: str = "127.0.0.1") -> str:

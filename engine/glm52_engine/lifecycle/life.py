@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from glm52_engine.lifecycle.states import Stage, State
 
@@ -93,6 +94,27 @@ class Life:
                 return False
             times = [t for t in (state.refuse_at, state.deadline, until) if t is not None and t > now]
             await self._wait(min(times) - now if times else None)
+
+    async def drain_call(self, body: dict[str, Any]) -> dict[str, Any]:
+        """POST /internal/v1/drain: begins the drain (once) and waits for its end, at most body's `wait_seconds`."""
+        wait = body.get("wait_seconds", 0)
+        self.drain("the drain endpoint")
+        limit = float(wait) if isinstance(wait, int | float) and not isinstance(wait, bool) else 0.0
+        drained = await self.until_drained(limit=max(0.0, limit))
+        return {
+            "draining": True,
+            "drained": drained,
+            "overdue": self.state.overdue(self.clock()),
+            "in_flight": self.in_flight,
+            "seconds_left": round(max(0.0, self.state.deadline - self.clock()), 1),
+        }
+
+    async def until_idle(self, limit: float) -> bool:
+        """Until no request runs, at most `limit` seconds."""
+        until = self.clock() + limit
+        while self.requests and self.clock() < until:
+            await self._wait(until - self.clock())
+        return self.requests == 0
 
     async def _wait(self, seconds: float | None) -> None:
         self._changed.clear()

@@ -134,22 +134,7 @@ def _internal(app: FastAPI, pod: Pod) -> None:
 
     @app.post("/internal/v1/drain")
     async def drain(request: Request) -> JSONResponse:
-        return JSONResponse(await drain_call(pod.life, await read_body(request, INTERNAL_BODY_BYTES)))
-
-
-async def drain_call(life: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Begins the drain (once) and waits for its end, at most `wait_seconds`."""
-    wait = body.get("wait_seconds", 0)
-    life.drain("the drain endpoint")
-    limit = float(wait) if isinstance(wait, int | float) and not isinstance(wait, bool) else 0.0
-    drained = await life.until_drained(limit=max(0.0, limit))
-    return {
-        "draining": True,
-        "drained": drained,
-        "overdue": life.state.overdue(life.clock()),
-        "in_flight": life.in_flight,
-        "seconds_left": round(max(0.0, life.state.deadline - life.clock()), 1),
-    }
+        return JSONResponse(await pod.life.drain_call(await read_body(request, INTERNAL_BODY_BYTES)))
 
 
 def _prefill_routes(app: FastAPI, pod: Pod) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_e
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.preflight import check_memory, memory_limit
+from glm52_engine.lifecycle.start import bind, install_signals, read_token
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
 from glm52_engine.lifecycle.termination import host_name, last_line, leave
 from glm52_engine.serve.app import make_app
@@ -53,17 +53,6 @@ class ServeOptions:
     propagation: float = PROPAGATION_SECONDS
 
 
-def read_token(path: str) -> str:
-    try:
-        with open(path) as file:
-            token = file.read().strip()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the deployment's secret") from error
-    if not token:
-        raise ConfigError(f"{path}: is empty; expected the deployment's secret")
-    return token
-
-
 def serve(options: ServeOptions) -> int:
     """Runs until TERM or a failure; returns the exit code after the termination message is written."""
     logs.setup(options.role)
@@ -75,19 +64,6 @@ def serve(options: ServeOptions) -> int:
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, options.role, str(error))
     return asyncio.run(Process(options, config, token, listener).run())
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    # A restart in place must not wait for the old connections' TIME_WAIT.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
-    return listener
 
 
 class Process:
@@ -161,7 +137,6 @@ class Process:
             loop.call_soon_threadsafe(self.life.enter, phase)
 
         engine, tokenizer = await in_thread(lambda: load_engine(self.config, self.options.role, on_phase))
-        self._engine = engine
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
         agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=lambda: len(holder))
@@ -216,9 +191,7 @@ class Process:
                 log.error("did not close in time", extra={"part": name, "limit": limit})
             except Exception as error:
                 log.error("did not close", exc_info=error, extra={"part": name})
-        until = self.life.clock() + LAST_WORDS_SECONDS
-        while self.life.requests and self.life.clock() < until:
-            await asyncio.sleep(0.02)
+        await self.life.until_idle(LAST_WORDS_SECONDS)
         await parts.puller.session.close()
 
 
@@ -242,21 +215,6 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def install_signals(on_term: Callable[[str], None]) -> None:
-    """As PID 1 nothing is handled by default: TERM would be ignored, and orphans would stay zombies."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_term, number.name)
-    if os.getpid() == 1:
-        loop.add_signal_handler(signal.SIGCHLD, _reap)
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -1,0 +1,202 @@
+"""`glm52-engine`: serve, router, drain, make-checkpoint, local. Each command imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, Outcome
+from glm52_engine.config import EXIT_CODES as CODES
+from glm52_engine.sizing import PROPAGATION_SECONDS
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses and runs one command; returns its exit code. The user never sees a traceback for what he typed."""
+    args = parser().parse_args(argv)
+    if args.command in ("serve", "router"):
+        # TERM may come while Python still imports; as PID 1 it would be lost, and otherwise look like a crash.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(CODES[Outcome.DRAINED]))
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except ConfigError as error:
+        print(f"glm52-engine {args.command}: {error}", file=sys.stderr)
+        return CODES[Outcome.CONFIG_REFUSED]
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="glm52-engine", description="GLM-5.2 engine: prefill, decode, router.")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_router(commands)
+    _add_drain(commands)
+    _add_make(commands)
+    _add_local(commands)
+    return root
+
+
+def _server_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", default=CONFIG_PATH, help="the deployment's config.json (%(default)s)")
+    command.add_argument("--token-file", default=INTERNAL_TOKEN_PATH, help="secret of the internal endpoints")
+    command.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
+    command.add_argument("--port", type=_port, default=API_PORT, help="port to listen on (%(default)s)")
+    command.add_argument(
+        "--propagation-seconds",
+        type=_seconds,
+        default=float(PROPAGATION_SECONDS),
+        help="how long a draining server still takes requests, while others learn of it (%(default)s)",
+    )
+
+
+def _add_serve(commands: Any) -> None:
+    command = commands.add_parser("serve", help="one engine pod")
+    command.add_argument("--role", required=True, choices=("prefill", "decode"))
+    _server_options(command)
+    command.set_defaults(run=_serve)
+
+
+def _add_router(commands: Any) -> None:
+    command = commands.add_parser("router", help="the OpenAI endpoint before the engine pods")
+    _server_options(command)
+    command.add_argument(
+        "--prefill-url", action="append", type=_url, default=[], help="instead of discovery; repeatable"
+    )
+    command.add_argument(
+        "--decode-url", action="append", type=_url, default=[], help="instead of discovery; repeatable"
+    )
+    command.add_argument(
+        "--wait-seconds", type=_seconds, default=10.0, help="how long a request waits for a ready pod (%(default)s)"
+    )
+    command.set_defaults(run=_router)
+
+
+def _add_drain(commands: Any) -> None:
+    command = commands.add_parser("drain", help="drain the server of this pod and wait (preStop hook)")
+    command.add_argument("--config", default=CONFIG_PATH)
+    command.add_argument("--token-file", default=INTERNAL_TOKEN_PATH)
+    command.add_argument("--port", type=_port, default=API_PORT)
+    command.set_defaults(run=_drain)
+
+
+def _add_make(commands: Any) -> None:
+    command = commands.add_parser("make-checkpoint", help="write a small random checkpoint of GLM-5.2's architecture")
+    command.add_argument("--preset", default="tiny", choices=("tiny",))
+    command.add_argument("--out", required=True, metavar="DIR")
+    command.set_defaults(run=_make)
+
+
+def _add_local(commands: Any) -> None:
+    command = commands.add_parser("local", help="prefill, decode and router as processes on this machine")
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--preset", default="tiny", choices=("tiny",), help="a random checkpoint (%(default)s)")
+    source.add_argument("--model", metavar="DIR", help="a checkpoint directory")
+    command.add_argument("--port", type=_port, default=API_PORT, help="port of the router (%(default)s)")
+    command.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill processes (%(default)s)")
+    command.add_argument("--decode", type=_count, default=1, metavar="N", help="decode processes (%(default)s)")
+    command.add_argument("--max-model-len", type=_count, default=2048, help="tokens of prompt and output (%(default)s)")
+    command.add_argument("--name", default="glm-5.2", help="name of the model (%(default)s)")
+    command.set_defaults(run=_local)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: 0 to 65535")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 86_400:
+        raise argparse.ArgumentTypeError(f"{text}: 0 to 86400")
+    return value
+
+
+def _url(text: str) -> str:
+    if not text.startswith("http://"):
+        raise argparse.ArgumentTypeError(f"{text}: expected http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from glm52_engine.serve.process import ServeOptions, serve
+
+    options = ServeOptions(args.role, args.config, args.token_file, args.host, args.port, args.propagation_seconds)
+    _leave(serve(options))
+    return 0
+
+
+def _router(args: argparse.Namespace) -> int:
+    from glm52_engine.route.process import RouterOptions, route
+
+    return route(
+        RouterOptions(
+            args.config,
+            args.token_file,
+            args.host,
+            args.port,
+            args.prefill_url,
+            args.decode_url,
+            args.wait_seconds,
+            args.propagation_seconds,
+        )
+    )
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from glm52_engine.lifecycle.ask_drain import ask_drain, drain_limit
+
+    # Always 0: a failing preStop hook only adds noise, TERM drains as well.
+    print(ask_drain(port=args.port, token_file=args.token_file, limit=drain_limit(args.config)))
+    return 0
+
+
+def _make(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from glm52_engine.checkpoint.make import make_checkpoint
+
+    make_checkpoint(args.preset, Path(args.out))
+    return 0
+
+
+def _local(args: argparse.Namespace) -> int:
+    from glm52_engine.local import LocalOptions, run_local
+
+    return run_local(
+        LocalOptions(
+            model=args.model,
+            preset=args.preset,
+            port=args.port,
+            prefill=args.prefill,
+            decode=args.decode,
+            max_model_len=args.max_model_len,
+            name=args.name,
+        )
+    )
+
+
+def _leave(code: int) -> None:
+    """Ends the process now: a thread that hangs in a wedged step must not hold it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

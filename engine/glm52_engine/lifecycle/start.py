@@ -1,0 +1,54 @@
+"""What every server process does first: read its secret, take its port, catch its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from glm52_engine.config import ConfigError
+
+
+def read_token(path: str) -> str:
+    try:
+        with open(path) as file:
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise ConfigError(f"{path}: cannot be read ({reason}); expected the deployment's secret") from error
+    if not token:
+        raise ConfigError(f"{path}: is empty; expected the deployment's secret")
+    return token
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; port 0 lets the system choose."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A restart in place must not wait for the old connections' TIME_WAIT.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another --port") from error
+    return listener
+
+
+def install_signals(on_term: Callable[[str], None]) -> None:
+    """As PID 1 nothing is handled by default: TERM would be ignored, and orphans would stay zombies."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_term, number.name)
+    if os.getpid() == 1:
+        loop.add_signal_handler(signal.SIGCHLD, reap)
+
+
+def reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

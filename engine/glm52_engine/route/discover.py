@@ -1,0 +1,152 @@
+"""Keeps Pools up to date: by watching EndpointSlices, or from URLs given on the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from glm52_engine.config import READYZ, ConfigError, DiscoveryConfig, Role
+from glm52_engine.route.pools import Pools
+from glm52_engine.route.slices import SliceStore
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 60
+"""The API server ends a watch after this; the next goes on where it ended."""
+
+SILENCE_SECONDS = WATCH_SECONDS + 15
+"""A watch that is silent for longer is a dead connection."""
+
+RETRY_SECONDS = (0.2, 5.0)
+STATIC_CHECK_SECONDS = 0.5
+
+
+async def discover(config: DiscoveryConfig, pools: Pools, on_synced: Callable[[], None]) -> None:
+    """Runs forever. While the API server is away the last known pods stay."""
+    from kubernetes.aio import client
+
+    await load_cluster_config()
+    synced: set[Role] = set()
+
+    def first_list(role: Role) -> None:
+        synced.add(role)
+        if len(synced) == 2:
+            on_synced()
+
+    async with client.ApiClient() as api_client:
+        api = client.DiscoveryV1Api(api_client)
+        await asyncio.gather(
+            follow(api, config.namespace, config.prefill_service, "prefill", pools, first_list),
+            follow(api, config.namespace, config.decode_service, "decode", pools, first_list),
+        )
+
+
+async def load_cluster_config() -> None:
+    from kubernetes.aio import config
+
+    try:
+        config.load_incluster_config()
+    except config.ConfigException:
+        try:
+            await config.load_kube_config()
+        except config.ConfigException as error:
+            raise ConfigError(
+                f"discovery: no cluster to watch ({error}); or give --prefill-url and --decode-url"
+            ) from error
+
+
+async def follow(
+    api: Any, namespace: str, service: str, role: Role, pools: Pools, on_list: Callable[[Role], None]
+) -> None:
+    """List, then watch from there; list again after anything unusual. Never polls."""
+    store = SliceStore()
+    pause = RETRY_SECONDS[0]
+    while True:
+        try:
+            store.replace(await _list(api, namespace, service))
+            pools.update(role, store.urls())
+            on_list(role)
+            pause = RETRY_SECONDS[0]
+            while await _watch(api, namespace, service, store, lambda: pools.update(role, store.urls())):
+                pass
+        except Exception as error:
+            log.warning("watch broke, listing again", extra={"service": service, "reason": str(error).split("\n")[0]})
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(pause * 2, RETRY_SECONDS[1])
+
+
+async def _list(api: Any, namespace: str, service: str) -> dict[str, Any]:
+    response = await api.list_namespaced_endpoint_slice(
+        namespace,
+        label_selector=_selector(service),
+        _preload_content=False,
+        _request_timeout=aiohttp.ClientTimeout(total=15),
+    )
+    try:
+        listing: dict[str, Any] = json.loads(await response.read())
+    finally:
+        response.release()
+    if response.status != 200:
+        raise RuntimeError(f"list answers {response.status}: {listing.get('message')}")
+    return listing
+
+
+async def _watch(api: Any, namespace: str, service: str, store: SliceStore, changed: Callable[[], None]) -> bool:
+    """One watch until the server ends it. False: a new list is needed."""
+    response = await api.list_namespaced_endpoint_slice(
+        namespace,
+        label_selector=_selector(service),
+        watch=True,
+        resource_version=store.version,
+        allow_watch_bookmarks=True,
+        timeout_seconds=WATCH_SECONDS,
+        _preload_content=False,
+        _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_SECONDS),
+    )
+    try:
+        if response.status != 200:
+            return False
+        async for line in lines(response.content.iter_any()):
+            if not store.apply(json.loads(line)):
+                return False
+            changed()
+        return True
+    finally:
+        response.close()
+
+
+async def lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Whole lines of any length: a slice of a large Service is longer than a reader's usual line limit."""
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line.strip():
+                yield line
+
+
+def _selector(service: str) -> str:
+    return f"kubernetes.io/service-name={service}"
+
+
+async def check_static(session: aiohttp.ClientSession, urls: dict[Role, Sequence[str]], pools: Pools) -> None:
+    """Without Kubernetes nobody tells us who is ready, so ask: forever, every half second."""
+    while True:
+        for role, of_role in urls.items():
+            answers = await asyncio.gather(*(_is_ready(session, url) for url in of_role))
+            pools.update(role, frozenset(url for url, ready in zip(of_role, answers, strict=True) if ready))
+        await asyncio.sleep(STATIC_CHECK_SECONDS)
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+        async with session.get(url + READYZ, timeout=aiohttp.ClientTimeout(total=2)) as response:
+            return response.status == 200
+    return False

@@ -1,0 +1,159 @@
+"""The two calls behind one client request, and what each way to fail means for the next attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from glm52_engine.route.pools import Pools
+from glm52_engine.serve.errors import ApiError, unavailable
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 2.0
+SILENCE_SECONDS = 900.0
+"""A leg that says nothing for so long hangs; long prompts and full queues are slower than one thinks."""
+
+
+class Next(enum.Enum):
+    """What may still be tried after a leg failed before the client got a byte."""
+
+    OTHER_POD = "the same call at another pod"
+    ANEW = "from the prompt"
+    NOTHING = "the client gets the answer as it is"
+
+
+class LegFailed(Exception):
+    def __init__(self, url: str, error: ApiError, then: Next, *, dead: bool = False) -> None:
+        super().__init__(f"{url}: {error.message}")
+        self.url = url
+        self.error = error
+        self.then = then
+        self.dead = dead
+
+
+class Relayed(Exception):
+    """An engine's refusal, handed to the client byte for byte."""
+
+    def __init__(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(str(status))
+        self.status = status
+        self.body = body
+        self.headers = headers
+
+
+def after(leg: str, status: int) -> Next:
+    """By status of an answer that came before anything was sent to the client."""
+    if status == 503:
+        return Next.OTHER_POD
+    if status == 502 and leg == "decode":
+        return Next.ANEW
+    return Next.NOTHING
+
+
+class Legs:
+    def __init__(self, session: aiohttp.ClientSession, pools: Pools, token: str) -> None:
+        self._session = session
+        self._pools = pools
+        self._headers = {INTERNAL_TOKEN_HEADER: token}
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def prefill(self, url: str, call: dict[str, Any]) -> dict[str, Any]:
+        """Prefill's answer; whatever is lost here can be repeated."""
+        async with self._call("prefill", url, "/internal/v1/prefill", call) as response:
+            answer = await _json(url, response)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def decode(self, url: str, call: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The open answer (status 200). Leaving the block early closes the connection, which cancels the request there."""
+        async with self._call("decode", url, "/internal/v1/decode", call) as response:
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _call(self, leg: str, url: str, path: str, call: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
+        with self._pools.busy(url):
+            try:
+                response = await self._session.post(url + path, json=call, headers=self._headers, timeout=timeout)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise _unreachable(leg, url, error) from error
+            try:
+                if response.status != 200:
+                    await _refuse(leg, url, response)
+                yield response
+            finally:
+                response.close() if not response.content.at_eof() else response.release()
+
+    def give_up(self, kv: dict[str, Any] | None, url: str, request_id: str) -> None:
+        """Frees what a prefill pod may hold for this request; in the background, its lease is the safety net."""
+        task = asyncio.create_task(self._release(f"http://{kv['address']}" if kv else url, request_id))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def settle(self) -> None:
+        if self._background:
+            await asyncio.wait(self._background, timeout=2)
+
+    async def _release(self, url: str, request_id: str) -> None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            timeout = aiohttp.ClientTimeout(total=5)
+            path = "/internal/v1/kv/release"
+            async with self._session.post(
+                url + path, json={"id": request_id}, headers=self._headers, timeout=timeout
+            ) as response:
+                await response.read()
+
+
+def _unreachable(leg: str, url: str, error: Exception) -> LegFailed:
+    words = unavailable(f"the {leg} pod could not be reached ({type(error).__name__})", f"{leg}_unreachable")
+    # A call that never reached the pod leaves the KV where it is; after a break anything may have happened to it.
+    untouched = leg == "prefill" or isinstance(error, aiohttp.ClientConnectorError)
+    return LegFailed(url, words, Next.OTHER_POD if untouched else Next.ANEW, dead=True)
+
+
+async def _refuse(leg: str, url: str, response: aiohttp.ClientResponse) -> None:
+    try:
+        body = await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise _unreachable(leg, url, error) from error
+    then = after(leg, response.status)
+    if then is Next.NOTHING:
+        if response.status in (401, 404, 405) and not _is_ours(body):
+            raise LegFailed(url, ApiError(502, f"the {leg} pod answers {response.status}"), Next.OTHER_POD)
+        raise Relayed(response.status, body, {})
+    raise LegFailed(url, _error_of(response.status, body), then)
+
+
+def _is_ours(body: bytes) -> bool:
+    return b'"error"' in body[:20]
+
+
+def _error_of(status: int, body: bytes) -> ApiError:
+    try:
+        fields = json.loads(body)["error"]
+        error = ApiError(status, str(fields["message"]), code=fields.get("code"))
+    except (ValueError, KeyError, TypeError):
+        error = ApiError(status, f"an engine pod answers {status}")
+    error.retry_after = 2 if status == 503 else None
+    return error
+
+
+async def _json(url: str, response: aiohttp.ClientResponse) -> dict[str, Any]:
+    try:
+        answer = await response.json()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise _unreachable("prefill", url, error) from error
+    except ValueError as error:
+        raise LegFailed(url, ApiError(502, "the prefill pod's answer is no JSON"), Next.OTHER_POD) from error
+    if not isinstance(answer, dict):
+        raise LegFailed(url, ApiError(502, "the prefill pod's answer is no object"), Next.OTHER_POD)
+    return answer

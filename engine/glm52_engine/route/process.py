@@ -1,0 +1,140 @@
+"""The router's process from its first moment to its exit code. Imports nothing of torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
+from glm52_engine.lifecycle import logs
+from glm52_engine.lifecycle.life import Life
+from glm52_engine.lifecycle.start import bind, install_signals, read_token
+from glm52_engine.lifecycle.termination import last_line, leave
+from glm52_engine.route.app import Router
+from glm52_engine.route.discover import check_static, discover
+from glm52_engine.route.legs import Legs
+from glm52_engine.route.pools import Pools
+from glm52_engine.route.proxy import Proxy
+from glm52_engine.sizing import PROPAGATION_SECONDS
+
+log = logging.getLogger(__name__)
+
+ROLE = "router"
+IDLE_SECONDS = 30.0
+"""Shorter than the engine pods keep idle connections: the router is the one that closes them."""
+
+LAST_WORDS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    config: str
+    token_file: str
+    host: str
+    port: int
+    prefill_urls: Sequence[str] = ()
+    decode_urls: Sequence[str] = ()
+    wait_seconds: float = 10.0
+    propagation: float = PROPAGATION_SECONDS
+
+
+def route(options: RouterOptions) -> int:
+    """Runs until TERM or a failure; returns the exit code after the termination message is written."""
+    logs.setup(ROLE)
+    try:
+        config = read_engine_config(options.config)
+        token = read_token(options.token_file)
+        if not (options.prefill_urls and options.decode_urls) and config.discovery is None:
+            raise ConfigError(f"{options.config}: discovery: missing; or give --prefill-url and --decode-url")
+        listener = bind(options.host, options.port)
+    except ConfigError as error:
+        return leave(Outcome.CONFIG_REFUSED, ROLE, str(error))
+    return asyncio.run(_run(options, config, token, listener))
+
+
+async def _run(options: RouterOptions, config: EngineConfig, token: str, listener: Any) -> int:
+    life = Life(window=config.drain.window_seconds, propagation=options.propagation)
+    ended: asyncio.Future[tuple[Outcome, str]] = asyncio.get_running_loop().create_future()
+    terminated = asyncio.Event()
+
+    def on_term(name: str) -> None:
+        life.drain(name)
+        terminated.set()
+
+    install_signals(on_term)
+    pools = Pools()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=1 << 20) as session:
+        legs = Legs(session, pools, token)
+        router = Router(
+            model=config.model.name,
+            max_model_len=config.model.max_model_len,
+            token=token,
+            life=life,
+            pools=pools,
+            proxy=Proxy(legs, pools),
+            wait_seconds=options.wait_seconds,
+        )
+        runner = web.AppRunner(
+            router.app(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_SECONDS
+        )
+        await runner.setup()
+        await web.SockSite(runner, listener, backlog=1024).start()
+        log.info("listening", extra={"port": listener.getsockname()[1]})
+        life.enter("listing the pods")
+        tasks = [
+            asyncio.create_task(_discovery(options, config, session, pools, life, ended)),
+            asyncio.create_task(_drained(life, terminated, config.drain.window_seconds, ended)),
+        ]
+        outcome, message = await ended
+        for task in tasks:
+            task.cancel()
+        cut_off = life.requests
+        life.stop()
+        await runner.cleanup()
+        await legs.settle()
+    return leave(outcome, ROLE, message, in_flight=cut_off)
+
+
+async def _discovery(
+    options: RouterOptions,
+    config: EngineConfig,
+    session: aiohttp.ClientSession,
+    pools: Pools,
+    life: Life,
+    ended: asyncio.Future[tuple[Outcome, str]],
+) -> None:
+    try:
+        if options.prefill_urls and options.decode_urls:
+            urls: dict[Role, Sequence[str]] = {"prefill": options.prefill_urls, "decode": options.decode_urls}
+            life.ready()
+            await check_static(session, urls, pools)
+        elif config.discovery is not None:
+            await discover(config.discovery, pools, life.ready)
+    except ConfigError as error:
+        _end(ended, Outcome.CONFIG_REFUSED, str(error))
+    except Exception as error:
+        log.error("discovery ended", exc_info=error)
+        _end(ended, Outcome.CRASHED, last_line(error))
+
+
+async def _drained(
+    life: Life, terminated: asyncio.Event, window: int, ended: asyncio.Future[tuple[Outcome, str]]
+) -> None:
+    await terminated.wait()
+    if await life.until_drained():
+        _end(ended, Outcome.DRAINED, "drained: nothing was in flight")
+    else:
+        _end(ended, Outcome.DRAIN_TIMED_OUT, f"{life.in_flight} in flight after the window of {window} s")
+
+
+def _end(ended: asyncio.Future[tuple[Outcome, str]], outcome: Outcome, message: str) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):
+        ended.set_result((outcome, message))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
+import signal
 from collections.abc import Awaitable
 
 import kopf
@@ -50,22 +52,30 @@ class Operator:
 
     async def run(self) -> int:
         """Until TERM: 0; until a part of it breaks: 1."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
         server = await self._serve_health()
-        tasks = [self._spawn(self._synchronise(), "resync")]
-        tasks += [self._spawn(self._work(), f"worker-{number}") for number in range(self.settings.workers)]
+        tasks: list[asyncio.Task[None]] = []
         try:
-            await kopf.operator(
-                registry=watch.registry(self.store, self.queue, self.health),
-                settings=watch.settings(),
-                clusterwide=not self.settings.namespaces,
-                namespaces=self.settings.namespaces,
-                stop_flag=self.stop,
-            )
+            if await self._first_list():
+                tasks.append(self._spawn(self._resync(), "resync"))
+                tasks += [self._spawn(self._work(), f"worker-{number}") for number in range(self.settings.workers)]
+                await self._watch()
         finally:
             await self._finish(tasks)
             await server.cleanup()
             await self.api.close()
         return 0 if self._broken is None else 1
+
+    async def _watch(self) -> None:
+        """Until the stop flag is set; kopf takes over the signals that set it."""
+        await kopf.operator(
+            registry=watch.registry(self.store, self.queue, self.health),
+            settings=watch.settings(),
+            clusterwide=not self.settings.namespaces,
+            namespaces=self.settings.namespaces,
+            stop_flag=self.stop,
+        )
 
     async def _serve_health(self) -> web.AppRunner:
         runner = web.AppRunner(application(self.health), access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -90,11 +100,13 @@ class Operator:
 
     async def _finish(self, tasks: list[asyncio.Task[None]]) -> None:
         self.queue.close()
-        resync, *workers = tasks
-        resync.cancel()
-        _, late = await asyncio.wait(workers, timeout=DRAIN_SECONDS)
-        for task in late:
+        for task in tasks[:1]:
             task.cancel()
+        workers = tasks[1:]
+        if workers:
+            _, late = await asyncio.wait(workers, timeout=DRAIN_SECONDS)
+            for task in late:
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self) -> None:
@@ -112,17 +124,24 @@ class Operator:
             else:
                 self.queue.done(key, requeue_after=result.requeue_after)
 
-    async def _synchronise(self) -> None:
-        """List everything, then again and again; nothing is reconciled before the first list is complete."""
-        synced = await self._list_all()
-        while not synced:
-            await asyncio.sleep(FIRST_RETRY_SECONDS)
-            synced = await self._list_all()
-        self.health.synced = True
-        where = ", ".join(self.settings.namespaces) or "all namespaces"
-        log.info("watching %s; %d deployments", where, len(self.store.deployments()))
-        for key in self.store.deployments():
-            self.queue.add(key)
+    async def _first_list(self) -> bool:
+        """List everything before anything is watched or reconciled; False: told to stop before it worked.
+
+        kopf looks for the kinds it shall watch once, at its start: it must not start before the CRD is there.
+        """
+        while not self.stop.is_set():
+            if await self._list_all():
+                self.health.synced = True
+                where = ", ".join(self.settings.namespaces) or "all namespaces"
+                log.info("serving %s; %d deployments", where, len(self.store.deployments()))
+                for key in self.store.deployments():
+                    self.queue.add(key)
+                return True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stop.wait(), FIRST_RETRY_SECONDS)
+        return False
+
+    async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self.settings.resync_seconds)
             await self._list_all()

@@ -19,7 +19,7 @@ from glm52_engine.model.rope import Rotation, rotate
 from glm52_engine.model.step import Step
 
 LATENT_NORM_EPS = 1e-6
-"""eps of q_a_layernorm and kv_a_layernorm. Engines disagree (some take rms_norm_eps); the published model code: 1e-6."""
+"""eps of q_a_layernorm and kv_a_layernorm: that of the published model code; some engines take rms_norm_eps."""
 
 
 class Attention:

@@ -47,7 +47,7 @@ class Tokenizer:
             raise ConfigError(f"{path}: found no usable tokenizer ({error}); expected Hugging Face's format") from error
         template = _read(checkpoint / "chat_template.jinja")
         try:
-            return cls(raw, template=template, eos_ids=_eos_ids(checkpoint))
+            return cls(raw, template=template, eos_ids=eos_token_ids(checkpoint))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{checkpoint / 'chat_template.jinja'}: line {error.lineno}: {error.message}") from error
 
@@ -161,7 +161,7 @@ def _check_byte_level(path: Path, text: str) -> None:
         raise ConfigError(f"{path}: decoder.type: found {kind!r}; expected 'ByteLevel'")
 
 
-def _eos_ids(checkpoint: Path) -> frozenset[int]:
+def eos_token_ids(checkpoint: Path) -> frozenset[int]:
     """`generation_config.json` decides, as everywhere; without it config.json does."""
     path = checkpoint / "generation_config.json"
     if not path.exists():

@@ -1,0 +1,113 @@
+"""From a checkpoint directory to the parts of an engine, in the order in which a start can fail cheaply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
+from glm52_engine.config import ConfigError, RoleConfig
+from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
+from glm52_engine.model import Model
+from glm52_engine.runtime.preflight import check_memory, memory_limit
+from glm52_engine.runtime.rank import StepLimits, intra_op_threads
+from glm52_engine.schedule import Limits, blocks_for
+from glm52_engine.sizing import GIB, gib, pool_blocks
+from glm52_engine.tokenizer import decodable_bound, eos_token_ids
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What `LocalEngine` is made of."""
+
+    model: Model
+    pools: list[Pool]
+    limits: Limits
+    step: StepLimits
+    layout: dict[str, str | int]
+
+
+def load_parts(
+    path: Path,
+    role: RoleConfig,
+    *,
+    max_model_len: int,
+    block_size: int,
+    on_phase: Callable[[str], None],
+    vocab_bound: int | None,
+    eos_ids: frozenset[int] | None,
+    step_tokens: int,
+) -> Parts:
+    """See `LocalEngine.load`."""
+    torch.set_num_threads(intra_op_threads())
+    on_phase("reading the model's config")
+    spec = read_model_spec(path)
+    kv = KvLayout.of(spec, block_size)
+    blocks = pool_blocks(role.host_pool_gib * GIB, block_size=block_size, token_bytes=kv.token_bytes)
+    _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
+    bound = decodable_bound(path) if vocab_bound is None else vocab_bound
+    if bound > spec.vocab_size:
+        raise ConfigError(
+            f"{path}: the tokenizer has ids up to {bound - 1}, the model a vocabulary of {spec.vocab_size}"
+        )
+    on_phase("checking the memory limit")
+    check_memory(role, weights=weight_bytes(path), limit=memory_limit())
+    on_phase("reading weights")
+    weights = load_weights(path, spec)
+    model = Model(spec, weights.tensors)
+    on_phase("touching the pools")
+    pools = []
+    for rank in range(role.ranks_per_host):
+        pools.append(Pool(kv, blocks))
+        pools[-1].touch()
+        log.info("rank %d: pool of %d blocks, %d tokens", rank, blocks, blocks * block_size)
+    return Parts(
+        model=model,
+        pools=pools,
+        limits=Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size),
+        step=StepLimits(
+            budget=step_tokens,
+            least_prefill=max(1, step_tokens // 4),
+            vocab_bound=bound,
+            eos_ids=eos_token_ids(path) if eos_ids is None else eos_ids,
+        ),
+        layout=kv_contract(kv, weights),
+    )
+
+
+def kv_contract(kv: KvLayout, weights: Weights) -> dict[str, str | int]:
+    """What two engines must have in common before one may read the other's blocks."""
+    return {
+        "version": LAYOUT_VERSION,
+        "model": weights.fingerprint,
+        "dtype": str(kv.dtype).removeprefix("torch."),
+        "rope": ROPE_LAYOUT,
+        "layers": kv.layers,
+        "full_layers": ",".join(map(str, kv.full_layers)),
+        "mla_row": kv.mla_row,
+        "index_row": kv.index_row,
+        "block_size": kv.block_size,
+    }
+
+
+def _check_lengths(
+    path: Path, spec: ModelSpec, kv: KvLayout, role: RoleConfig, *, blocks: int, max_model_len: int
+) -> None:
+    if max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_model_len: found {max_model_len}; {path / 'config.json'} allows at most "
+            f"{spec.max_position_embeddings} (max_position_embeddings)"
+        )
+    needed = blocks_for(max_model_len, kv.block_size)
+    if blocks < needed:
+        raise ConfigError(
+            f"host_pool_gib: found {role.host_pool_gib}, which holds {blocks} blocks of {kv.block_size} tokens × "
+            f"{kv.token_bytes} bytes; one request of max_model_len {max_model_len} needs {needed} "
+            f"({gib(needed * kv.block_bytes)})"
+        )

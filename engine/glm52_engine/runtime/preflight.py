@@ -1,0 +1,57 @@
+"""Whether this pod's memory limit can hold what the engine is about to allocate: asked before, not found out after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from glm52_engine.config import ConfigError, RoleConfig
+from glm52_engine.sizing import GIB, gib, host_memory
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2^63."""
+
+
+def memory_limit(
+    *, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> tuple[int, Path] | None:
+    """The smallest limit in bytes of this process's memory cgroup and its ancestors, and its file; None without one.
+
+    The node's memory is not the answer: a pod that believes it dies of its own limit half-way through its pools.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = []
+    paths = {"": "/", "memory": "/"}
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "" or "memory" in controllers.split(","):
+            paths["memory" if controllers else ""] = path
+    files = _files(root, paths[""], "memory.max") + _files(root / "memory", paths["memory"], "memory.limit_in_bytes")
+    found = [(value, file) for file in files if (value := _read_limit(file)) is not None]
+    return min(found) if found else None
+
+
+def check_memory(role: RoleConfig, *, weights: int, limit: tuple[int, Path] | None) -> None:
+    """`weights` in bytes. Raises ConfigError with the sum written out when it exceeds the limit."""
+    need = host_memory(role, weights_gib=-(-weights // GIB))
+    if limit is not None and need.per_host > limit[0]:
+        raise ConfigError(
+            f"this pod needs {need.explain()}, but its memory limit is {gib(limit[0])} ({limit[1]}): "
+            f"raise the limit by {gib(need.per_host - limit[0])}, or lower host_pool_gib or ranks_per_host"
+        )
+
+
+def _files(mount: Path, path: str, name: str) -> list[Path]:
+    """The limit file of a cgroup and of every ancestor; in a container the upper ones are often not there."""
+    here = mount / path.lstrip("/")
+    return [folder / name for folder in (here, *here.parents) if folder == mount or mount in folder.parents]
+
+
+def _read_limit(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None

@@ -1,0 +1,146 @@
+"""Who may run: a seat and blocks for a request's whole lifetime, first come first served. Nothing is ever preempted.
+
+Pure bookkeeping on the event loop's side: no tensor, no clock, no lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm52_engine.kv.blocks import BlockAllocator
+from glm52_engine.runtime.types import Request, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds one request. `seats` and `blocks` are those of one rank; lengths in tokens."""
+
+    max_model_len: int
+    block_size: int
+    seats: int
+    blocks: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A place to run: the seat is a row of the rank's block table, `blocks` are in token order."""
+
+    key: str
+    rank: int
+    seat: int
+    blocks: tuple[int, ...]
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def check_request(request: Request, limits: Limits, *, stored_tokens: int) -> None:
+    """Refuse what can never run, with the arithmetic; `stored_tokens` is how many KV rows it will need at most."""
+    prompt, sampling = request.prompt, request.sampling
+    if not prompt:
+        raise RequestError("the prompt has no tokens")
+    bad = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"token id {bad} is outside the model's vocabulary of {limits.vocab_size}")
+    if sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens is {sampling.max_tokens}; expected at least 1")
+    if not sampling.temperature >= 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise RequestError(
+            f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}: "
+            "expected temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
+        )
+    total = len(prompt) + sampling.max_tokens
+    if total > limits.max_model_len:
+        raise RequestError(
+            f"{len(prompt)} prompt tokens + {sampling.max_tokens} max_tokens = {total}, "
+            f"more than the model length of {limits.max_model_len}"
+        )
+    needed = blocks_for(stored_tokens, limits.block_size)
+    if needed > limits.blocks:
+        raise RequestError(
+            f"{stored_tokens} tokens need {needed} blocks of {limits.block_size}; a rank has {limits.blocks}"
+        )
+
+
+class _Rank:
+    def __init__(self, limits: Limits) -> None:
+        self.allocator = BlockAllocator(limits.blocks)
+        self.free_seats = list(range(limits.seats - 1, -1, -1))
+        self.seats: dict[str, int] = {}
+
+    def load(self) -> tuple[int, int]:
+        return len(self.seats), self.allocator.num_blocks - self.allocator.free_count
+
+
+class Admission:
+    """One queue before all ranks: the head goes to the least loaded rank that can hold it, and nobody overtakes it.
+
+    A queue per rank would let a request wait behind a long one while another rank is idle.
+    """
+
+    def __init__(self, ranks: int, limits: Limits) -> None:
+        self._ranks = [_Rank(limits) for _ in range(ranks)]
+        self._waiting: OrderedDict[str, int] = OrderedDict()
+        self._place: dict[str, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def seats_taken(self) -> Sequence[int]:
+        return tuple(len(rank.seats) for rank in self._ranks)
+
+    @property
+    def blocks_free(self) -> int:
+        return sum(rank.allocator.free_count for rank in self._ranks)
+
+    @property
+    def blocks_total(self) -> int:
+        return sum(rank.allocator.num_blocks for rank in self._ranks)
+
+    def submit(self, key: str, blocks: int) -> None:
+        """Queue a request that needs `blocks` blocks; `key` is unique among all that have not been finished."""
+        if key in self._waiting or key in self._place:
+            raise ValueError(f"{key} is already queued or running")
+        self._waiting[key] = blocks
+
+    def withdraw(self, key: str) -> None:
+        """Leave the queue without having run."""
+        del self._waiting[key]
+
+    def admit(self) -> list[Grant]:
+        """Everybody at the head of the queue who fits now."""
+        grants = []
+        while self._waiting:
+            key, blocks = next(iter(self._waiting.items()))
+            able = [
+                (rank.load(), index)
+                for index, rank in enumerate(self._ranks)
+                if rank.free_seats and rank.allocator.free_count >= blocks
+            ]
+            if not able:
+                break
+            del self._waiting[key]
+            index = min(able)[1]
+            rank = self._ranks[index]
+            seat = rank.seats[key] = rank.free_seats.pop()
+            self._place[key] = index
+            grants.append(Grant(key, index, seat, rank.allocator.allocate(key, blocks)))
+        return grants
+
+    def leave_seat(self, key: str) -> None:
+        """Give the seat back and keep the blocks: a finished prefill whose KV has not been fetched yet."""
+        rank = self._ranks[self._place[key]]
+        rank.free_seats.append(rank.seats.pop(key))
+
+    def finish(self, key: str) -> None:
+        """Give back everything; a second time is an error."""
+        rank = self._ranks[self._place.pop(key)]
+        if key in rank.seats:
+            rank.free_seats.append(rank.seats.pop(key))
+        rank.allocator.free(key)

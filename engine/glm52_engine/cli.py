@@ -48,6 +48,7 @@ def _server_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--token-file", default=INTERNAL_TOKEN_PATH, help="secret of the internal endpoints")
     command.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
     command.add_argument("--port", type=_port, default=API_PORT, help="port to listen on (%(default)s)")
+    command.add_argument("--listen-fd", type=int, help="a bound socket that was inherited, instead of host and port")
     command.add_argument(
         "--propagation-seconds",
         type=_seconds,
@@ -136,9 +137,20 @@ def _url(text: str) -> str:
 def _serve(args: argparse.Namespace) -> int:
     from glm52_engine.serve.process import ServeOptions, serve
 
-    options = ServeOptions(args.role, args.config, args.token_file, args.host, args.port, args.propagation_seconds)
+    options = ServeOptions(args.role, **_server(args))
     _leave(serve(options))
     return 0
+
+
+def _server(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "config": args.config,
+        "token_file": args.token_file,
+        "host": args.host,
+        "port": args.port,
+        "propagation": args.propagation_seconds,
+        "listen_fd": args.listen_fd,
+    }
 
 
 def _router(args: argparse.Namespace) -> int:
@@ -146,14 +158,10 @@ def _router(args: argparse.Namespace) -> int:
 
     return route(
         RouterOptions(
-            args.config,
-            args.token_file,
-            args.host,
-            args.port,
-            args.prefill_url,
-            args.decode_url,
-            args.wait_seconds,
-            args.propagation_seconds,
+            **_server(args),
+            prefill_urls=args.prefill_url,
+            decode_urls=args.decode_url,
+            wait_seconds=args.wait_seconds,
         )
     )
 

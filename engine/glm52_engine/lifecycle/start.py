@@ -39,6 +39,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def take(fd: int) -> socket.socket:
+    """A socket that the parent process has bound: nobody else can take its port in between."""
+    try:
+        return socket.socket(fileno=fd)
+    except OSError as error:
+        raise ConfigError(f"--listen-fd {fd}: is no socket ({error.strerror})") from error
+
+
 def install_signals(on_term: Callable[[str], None]) -> None:
     """As PID 1 nothing is handled by default: TERM would be ignored, and orphans would stay zombies."""
     loop = asyncio.get_running_loop()

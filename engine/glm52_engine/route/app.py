@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ, Role
 from glm52_engine.lifecycle.life import Life, Refused
 from glm52_engine.lifecycle.states import Probe, ready_probe, startup_probe
 from glm52_engine.route.legs import Relayed
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 PARSE_ON_THREAD_BYTES = 256 << 10
 """A longer body would hold up every stream while it is parsed."""
 
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -39,8 +41,8 @@ class PodsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         ready = GaugeMetricFamily("glm52_router_ready_pods", "Pods that take new requests", labels=["role"])
         busy = GaugeMetricFamily("glm52_router_in_flight", "Calls in progress by pod", labels=["role", "pod"])
-        for role in ("prefill", "decode"):
-            urls = self._pools.ready("prefill" if role == "prefill" else "decode")
+        for role in ROLES:
+            urls = self._pools.ready(role)
             ready.add_metric([role], len(urls))
             for url in sorted(urls):
                 busy.add_metric([role, url], self._pools.in_flight(url))
@@ -168,7 +170,7 @@ class Router:
     async def _readyz(self, request: web.Request) -> web.Response:
         probe = ready_probe(self.life.state)
         if probe.status == 200 and not self.pools.complete:
-            missing = [role for role in ("prefill", "decode") if not self.pools.ready(role)]  # type: ignore[arg-type]
+            missing = [role for role in ROLES if not self.pools.ready(role)]
             probe = Probe(503, {"status": "not ready", "reason": f"no ready pod of: {', '.join(missing)}"})
         return _probe(probe)
 
@@ -180,18 +182,11 @@ class Router:
         self._authorize(request)
         pools = {
             role: [{"url": url, "in_flight": self.pools.in_flight(url)} for url in sorted(self.pools.ready(role))]
-            for role in ("prefill", "decode")  # type: ignore[arg-type]
+            for role in ROLES
         }
         stage = self.life.state.stage.value
-        return web.json_response(
-            {
-                "role": "router",
-                "stage": stage,
-                "draining": stage == "Draining",
-                "in_flight": self.life.in_flight,
-                **pools,
-            }
-        )
+        own = {"role": "router", "stage": stage, "draining": stage == "Draining", "in_flight": self.life.in_flight}
+        return web.json_response({**own, **pools})
 
     async def _drain(self, request: web.Request) -> web.Response:
         self._authorize(request)

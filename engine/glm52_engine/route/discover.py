@@ -52,14 +52,13 @@ async def load_cluster_config() -> None:
     from kubernetes.aio import config
 
     try:
-        config.load_incluster_config()
+        config.load_incluster_config()  # type: ignore[no-untyped-call]
     except config.ConfigException:
         try:
-            await config.load_kube_config()
+            await config.load_kube_config()  # type: ignore[no-untyped-call]
         except config.ConfigException as error:
-            raise ConfigError(
-                f"discovery: no cluster to watch ({error}); or give --prefill-url and --decode-url"
-            ) from error
+            hint = "or give --prefill-url and --decode-url"
+            raise ConfigError(f"discovery: no cluster to watch ({error}); {hint}") from error
 
 
 async def follow(

@@ -69,12 +69,11 @@ class Legs:
     async def prefill(self, url: str, call: dict[str, Any]) -> dict[str, Any]:
         """Prefill's answer; whatever is lost here can be repeated."""
         async with self._call("prefill", url, "/internal/v1/prefill", call) as response:
-            answer = await _json(url, response)
-        return answer
+            return await _json(url, response)
 
     @contextlib.asynccontextmanager
     async def decode(self, url: str, call: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The open answer (status 200). Leaving the block early closes the connection, which cancels the request there."""
+        """The open answer (status 200). Leaving the block early closes the connection: that cancels the request."""
         async with self._call("decode", url, "/internal/v1/decode", call) as response:
             yield response
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.life import Life
-from glm52_engine.lifecycle.start import bind, install_signals, read_token
+from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.route.app import Router
 from glm52_engine.route.discover import check_static, discover
@@ -43,6 +43,7 @@ class RouterOptions:
     decode_urls: Sequence[str] = ()
     wait_seconds: float = 10.0
     propagation: float = PROPAGATION_SECONDS
+    listen_fd: int | None = None
 
 
 def route(options: RouterOptions) -> int:
@@ -53,7 +54,7 @@ def route(options: RouterOptions) -> int:
         token = read_token(options.token_file)
         if not (options.prefill_urls and options.decode_urls) and config.discovery is None:
             raise ConfigError(f"{options.config}: discovery: missing; or give --prefill-url and --decode-url")
-        listener = bind(options.host, options.port)
+        listener = take(options.listen_fd) if options.listen_fd is not None else bind(options.host, options.port)
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, ROLE, str(error))
     return asyncio.run(_run(options, config, token, listener))

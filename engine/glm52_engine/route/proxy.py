@@ -1,11 +1,10 @@
-"""One client request: prefill leg, then decode leg, bytes passed on as they come. Retries only while the client has got none."""
+"""One client request: prefill leg, decode leg, bytes passed on as they come. Retries only before the first."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from glm52_engine.config import Role
-from glm52_engine.route.legs import LegFailed, Legs, Next, Relayed
+from glm52_engine.route.legs import LegFailed, Legs, Next
 from glm52_engine.route.pools import Pools
 from glm52_engine.serve.errors import ApiError, unavailable
 from glm52_engine.serve.openai import Endpoint
@@ -80,7 +79,7 @@ class Proxy:
         try:
             prefilled = await self._legs.prefill(url, call)
             yield prefilled
-        except (LegFailed, Relayed, ApiError, asyncio.CancelledError, ConnectionError):
+        except BaseException:
             if not prefilled or prefilled.get("kv"):
                 self._legs.give_up(prefilled.get("kv"), url, call["id"])
             raise
@@ -157,7 +156,3 @@ def _given_up(exchange: Exchange) -> ApiError:
     error.retry_after = error.retry_after or 2
     log.error("given up", extra={"request": exchange.public, "retries": exchange.retries, "reason": error.message})
     return error
-
-
-def elapsed(began: float) -> float:
-    return time.monotonic() - began

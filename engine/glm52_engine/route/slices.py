@@ -54,7 +54,7 @@ class SliceStore:
             return False
         self.version = str(metadata.get("resourceVersion") or self.version)
         if kind == "DELETED":
-            self._slices.pop(metadata.get("name"), None)
+            self._slices.pop(str(metadata.get("name")), None)
         elif kind != "BOOKMARK":
             self._slices[metadata["name"]] = item
         return True

@@ -173,7 +173,7 @@ def _decode_routes(app: FastAPI, pod: Pod) -> None:
 
 def _answering(pod: Pod, request_id: str, work: Callable[[Sender], Awaitable[None]]) -> Response:
     def failed(error: Exception) -> ApiError:
-        answer = told(error, request_id)
+        answer = told(error, request_id, pod.loaded.stopped) if pod.loaded else told(error, request_id)
         pod.metrics.failed.labels(pod.metrics.model, str(answer.status)).inc()
         return answer
 

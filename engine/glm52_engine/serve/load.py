@@ -10,12 +10,14 @@ from glm52_engine.runtime.types import Engine
 from glm52_engine.tokenizer import Tokenizer
 
 
-def load_engine(config: EngineConfig, role: Role, on_phase: Callable[[str], None]) -> tuple[Engine, Tokenizer]:
-    """Raises ConfigError for a checkpoint or configuration that can never work."""
+def load_engine(
+    config: EngineConfig, role: Role, on_phase: Callable[[str], None]
+) -> tuple[Engine, Tokenizer, type[Exception]]:
+    """The engine, its tokenizer, and what its calls raise when it stops. Raises ConfigError for what can never work."""
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
     on_phase("importing the engine")
-    from glm52_engine.runtime.engine import LocalEngine
+    from glm52_engine.runtime.engine import EngineStopped, LocalEngine
 
     engine: Engine = LocalEngine.load(
         Path(config.model.path),
@@ -25,4 +27,4 @@ def load_engine(config: EngineConfig, role: Role, on_phase: Callable[[str], None
         on_phase=on_phase,
     )
     engine.start()
-    return engine, tokenizer
+    return engine, tokenizer, EngineStopped

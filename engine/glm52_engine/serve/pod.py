@@ -33,6 +33,8 @@ class Loaded:
     holder: Holder
     puller: Puller
     fingerprint: Fingerprint
+    stopped: type[Exception]
+    """What the engine's calls raise when it stops."""
 
 
 @dataclass(slots=True)
@@ -107,12 +109,14 @@ def read_call(model: type[CallT], value: dict[str, Any]) -> CallT:
         raise bad(f"{name}: {first['msg']}", param=name) from error
 
 
-def told(error: Exception, request_id: str) -> ApiError:
+def told(error: Exception, request_id: str, stopped: type[Exception] = Refused) -> ApiError:
     """What the client is told of an exception; anything unforeseen is a 500 here and a traceback in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
         return bad(str(error))
+    if isinstance(error, stopped) and stopped is not Refused:
+        return unavailable(f"this server is going away: {error}", "aborted")
     if isinstance(error, Refused):
         return unavailable(f"this server takes no requests: {error}", "not_ready")
     if isinstance(error, TransferError):

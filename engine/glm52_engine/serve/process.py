@@ -20,8 +20,7 @@ from starlette.types import ASGIApp
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.life import Life
-from glm52_engine.lifecycle.preflight import check_memory, memory_limit
-from glm52_engine.lifecycle.start import bind, install_signals, read_token
+from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
 from glm52_engine.lifecycle.termination import host_name, last_line, leave
 from glm52_engine.serve.app import make_app
@@ -51,6 +50,7 @@ class ServeOptions:
     host: str
     port: int
     propagation: float = PROPAGATION_SECONDS
+    listen_fd: int | None = None
 
 
 def serve(options: ServeOptions) -> int:
@@ -59,8 +59,7 @@ def serve(options: ServeOptions) -> int:
     try:
         config = read_engine_config(options.config)
         token = read_token(options.token_file)
-        check_memory(config, options.role, memory_limit())
-        listener = bind(options.host, options.port)
+        listener = take(options.listen_fd) if options.listen_fd is not None else bind(options.host, options.port)
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, options.role, str(error))
     return asyncio.run(Process(options, config, token, listener).run())
@@ -136,7 +135,7 @@ class Process:
         def on_phase(phase: str) -> None:
             loop.call_soon_threadsafe(self.life.enter, phase)
 
-        engine, tokenizer = await in_thread(lambda: load_engine(self.config, self.options.role, on_phase))
+        engine, tokenizer, stopped = await in_thread(lambda: load_engine(self.config, self.options.role, on_phase))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
         agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=lambda: len(holder))
@@ -145,7 +144,7 @@ class Process:
         print_of = fingerprint(engine)
         puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token)
         self._expiry = asyncio.create_task(holder.expire_forever())
-        return Loaded(engine, tokenizer, agent, holder, puller, print_of)
+        return Loaded(engine, tokenizer, agent, holder, puller, print_of, stopped)
 
     async def _drained(self) -> None:
         # The preStop hook drains and TERM comes after it: only TERM ends the process.

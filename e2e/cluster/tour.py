@@ -1,0 +1,123 @@
+"""The operator's chart, the example, and one chat: what a newcomer sees."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+
+from e2e.cluster.errors import Failed
+from e2e.cluster.lifecycle import Cluster
+from e2e.cluster.paths import REPO
+from e2e.cluster.progress import Progress
+from e2e.cluster.shell import run
+
+RELEASE, NAMESPACE = "glm52-operator", "glm52-system"
+CHART = REPO / "charts" / RELEASE
+EXAMPLE = REPO / "examples" / "tiny.yaml"
+READY_SECONDS = 300
+URL = "http://127.0.0.1:30080"
+QUESTION = "Say something."
+
+
+def kubectl(cluster: Cluster, *arguments: str, timeout: float = 60) -> str:
+    return run([cluster.kubectl, "--kubeconfig", cluster.kubeconfig, *arguments], timeout=timeout)
+
+
+def helm(cluster: Cluster, *arguments: str, timeout: float = 300) -> str:
+    return run([cluster.helm, "--kubeconfig", cluster.kubeconfig, *arguments], timeout=timeout)
+
+
+def chart_values(images: dict[str, str]) -> list[str]:
+    """The chart's values for these images, as helm arguments."""
+    repository, _, tag = images["operator"].rpartition(":")
+    values = {"image.repository": repository, "image.tag": tag, "image.pullPolicy": "IfNotPresent", "engineImage": images["engine"]}
+    return [argument for name, value in values.items() for argument in ("--set-string", f"{name}={value}")]
+
+
+def install_operator(cluster: Cluster, progress: Progress) -> None:
+    with progress.phase("operator"):
+        # helm installs a chart's CRDs once and never again; an edited one would be ignored.
+        kubectl(cluster, "apply", "--server-side", "--force-conflicts", "-f", str(REPO / "crds"))
+        helm(cluster, "upgrade", "--install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace",
+             "--wait", "--timeout", "180s", *chart_values(cluster.images))  # fmt: skip
+
+
+def uninstall(cluster: Cluster, progress: Progress) -> None:
+    """Remove what the tour put into a cluster of the user's own, and nothing else."""
+    with progress.phase("example and operator removed"):
+        kubectl(cluster, "delete", "-f", str(EXAMPLE), "--ignore-not-found", "--timeout=120s", timeout=150)
+        helm(cluster, "uninstall", RELEASE, "--namespace", NAMESPACE, "--ignore-not-found", "--wait")
+        kubectl(cluster, "delete", "namespace", NAMESPACE, "--ignore-not-found", timeout=150)
+
+
+def run_example(cluster: Cluster, progress: Progress) -> None:
+    kubectl(cluster, "apply", "-f", str(EXAMPLE))
+    with progress.phase("examples/tiny.yaml Ready"):
+        try:
+            kubectl(cluster, "wait", "--for=condition=Ready", "glm52/tiny", f"--timeout={READY_SECONDS}s", timeout=READY_SECONDS + 30)
+        except Failed as error:
+            raise Failed(f"{error}\n{kubectl(cluster, 'get', 'glm52,pods', '-o', 'wide')}") from error
+    if cluster.mode == "kubeconfig":
+        print(next_steps(cluster, "http://ROUTER (kubectl get svc)"))
+        return
+    with progress.phase("a chat through the router"):
+        chat()
+    print(next_steps(cluster, URL))
+
+
+def chat() -> None:
+    """One question, its answer printed token by token."""
+    body = {"model": model_name(), "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32, "stream": True}
+    request = urllib.request.Request(f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    print(f"\n> {QUESTION}\n", flush=True)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        for piece in pieces(response):
+            print(piece, end="", flush=True)
+    print("\n", flush=True)
+
+
+def model_name(patience: float = 30) -> str:
+    """The served model. Ready says that the pods serve; kube-proxy on the node we enter by may be a moment behind."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            with urllib.request.urlopen(f"{URL}/v1/models", timeout=10) as response:
+                return str(json.load(response)["data"][0]["id"])
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() > deadline:
+                raise Failed(f"the router does not answer on {URL}: {error}") from error
+            time.sleep(0.3)
+
+
+def pieces(lines: Iterable[bytes]) -> Iterator[str]:
+    """The text in a stream of server-sent events; an error in the stream is raised."""
+    for line in lines:
+        data = line.decode().strip()
+        if not data.startswith("data:") or data.endswith("[DONE]"):
+            continue
+        event = json.loads(data.removeprefix("data:"))
+        if "error" in event:
+            raise Failed(f"the stream ended with an error: {event['error']}")
+        for choice in event.get("choices", []):
+            delta = choice.get("delta", {})
+            yield delta.get("reasoning_content") or delta.get("content") or ""
+
+
+def next_steps(cluster: Cluster, url: str) -> str:
+    name = "kubectl" if cluster.kubectl.parent.name == "bin" and str(cluster.kubectl).startswith("/usr") else str(cluster.kubectl)
+    chat_body = '{"model": "%s", "messages": [{"role": "user", "content": "Hello"}]}' % "tiny"
+    return f"""The API is at {url}/v1. Next:
+
+  export KUBECONFIG={cluster.kubeconfig}
+  {name} get glm52 -w
+  {name} scale glm52 tiny --replicas=2
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat_body}'
+"""
+
+
+__all__ = ["chat", "chart_values", "install_operator", "kubectl", "next_steps", "pieces", "run_example", "sys", "uninstall"]

@@ -52,8 +52,7 @@ class Operator:
 
     async def run(self) -> int:
         """Until TERM: 0; until a part of it breaks: 1."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+        self._take_signals()
         server = await self._serve_health()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -68,14 +67,22 @@ class Operator:
         return 0 if self._broken is None else 1
 
     async def _watch(self) -> None:
-        """Until the stop flag is set; kopf takes over the signals that set it."""
-        await kopf.operator(
+        """Until the stop flag is set or a part of kopf ends."""
+        ours = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             registry=watch.registry(self.store, self.queue, self.health),
             settings=watch.settings(),
             clusterwide=not self.settings.namespaces,
             namespaces=self.settings.namespaces,
             stop_flag=self.stop,
         )
+        # kopf's own reaction to a signal leaves its waiter for the stop flag behind, and waits five seconds for it.
+        self._take_signals()
+        await kopf.run_tasks(tasks, ignored=ours)
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
 
     async def _serve_health(self) -> web.AppRunner:
         runner = web.AppRunner(application(self.health), access_log=None, handle_signals=False, shutdown_timeout=0.5)

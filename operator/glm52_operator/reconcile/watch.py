@@ -23,6 +23,8 @@ def settings() -> kopf.OperatorSettings:
     own.posting.enabled = False
     # No watch of namespaces and CRDs: the operator may be confined to one namespace, and it needs neither.
     own.scanning.disabled = True
+    # A stop waits that long for kopf to empty its queues; ours is emptied by itself.
+    own.queueing.exit_timeout = 0.5
     own.networking.request_timeout = 30
     # A watch is renewed before proxies cut it silently; bookmarks tell a quiet one from a dead one.
     own.watching.server_timeout = 240

@@ -1,0 +1,95 @@
+"""Our model on one sequence at a time, and the published model code beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm52_engine.checkpoint import load_weights, read_model_spec
+from glm52_engine.kv import KvLayout, Pool
+from glm52_engine.model import Model, Span, build_step
+
+BLOCK = 16
+SEATS = 4
+BLOCKS_PER_SEAT = 40
+
+TOLERANCE = 1e-3
+"""Greatest difference of a logit (their standard deviation is 18) that rounding in float32 may make."""
+
+
+class Ours:
+    """A model with a pool whose block tables are shuffled, so that no test passes by block order."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        spec = read_model_spec(checkpoint)
+        self.model = Model(spec, load_weights(checkpoint, spec).tensors)
+        self.pool = Pool(KvLayout.of(spec, BLOCK), SEATS * BLOCKS_PER_SEAT)
+        self.pool.touch()
+        order = torch.randperm(self.pool.num_blocks, generator=torch.Generator().manual_seed(1))
+        self.tables = order.view(SEATS, BLOCKS_PER_SEAT)
+
+    def step(self, spans: Sequence[Span], trace: list[torch.Tensor] | None = None) -> torch.Tensor:
+        return self.model.forward(build_step(spans, self.tables, BLOCK), self.pool, trace=trace)
+
+    def all_logits(self, ids: Sequence[int], trace: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """[len(ids), vocab]: the whole sequence in one step."""
+        step = build_step([Span(0, 0, ids, True)], self.tables, BLOCK)
+        step = dataclasses.replace(step, logit_rows=torch.arange(len(ids)))
+        return self.model.forward(step, self.pool, trace=trace)
+
+    def prefill(self, ids: Sequence[int], *, chunk: int, seat: int = 0) -> torch.Tensor:
+        """[vocab]: the logits of the last token."""
+        logits = torch.empty(0)
+        for start in range(0, len(ids), chunk):
+            logits = self.step([Span(seat, start, ids[start : start + chunk], True)])
+        return logits[0]
+
+    def greedy(self, ids: Sequence[int], count: int, *, chunk: int) -> list[int]:
+        """`count` tokens after a prefill in chunks."""
+        logits = self.prefill(ids, chunk=chunk)
+        tokens: list[int] = []
+        for position in range(len(ids), len(ids) + count):
+            tokens.append(int(logits.argmax()))
+            logits = self.step([Span(0, position, [tokens[-1]], True)])[0]
+        return tokens
+
+
+class Theirs:
+    """`GlmMoeDsaForCausalLM` of the same checkpoint, eager attention, and what its indexers selected last."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import GlmMoeDsaForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        loaded: Any = GlmMoeDsaForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        self.model, self.info = loaded
+        self.model.eval()
+        self.selected: list[torch.Tensor] = []
+        for layer in self.model.model.layers:
+            layer.self_attn.register_forward_hook(lambda module, args, out: self.selected.append(out[2][0]))
+
+    @torch.inference_mode()
+    def all_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        self.selected.clear()
+        logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
+        return logits
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        tokens = list(ids)
+        for _ in range(count):
+            tokens.append(int(self.all_logits(tokens)[-1].argmax()))
+        return tokens[len(ids) :]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random printable bytes."""
+    draws = torch.randint(0x20, 0x7F, (length,), generator=torch.Generator().manual_seed(seed))
+    ids: list[int] = draws.tolist()
+    return ids

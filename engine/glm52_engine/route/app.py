@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,6 +25,8 @@ from glm52_engine.serve.fields import MAX_BODY_BYTES, parse_object
 from glm52_engine.serve.openai import Endpoint
 
 log = logging.getLogger(__name__)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PARSE_ON_THREAD_BYTES = 256 << 10
 """A longer body would hold up every stream while it is parsed."""

@@ -17,6 +17,11 @@ from glm52_engine.serve.errors import ApiError
 log = logging.getLogger(__name__)
 
 
+def _encode(body: dict[str, Any]) -> bytes:
+    # Non-ASCII text as it is: clients read UTF-8, and escapes would triple the size of Chinese.
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 class Sender:
     """What a coroutine may say to its client: one whole answer, or a stream of events."""
 
@@ -28,8 +33,7 @@ class Sender:
 
     async def whole(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         await self._head(status, "application/json", headers or {})
-        # Non-ASCII text as it is: clients read UTF-8, and escapes would triple the size of Chinese.
-        await self._body(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"), more=False)
+        await self._body(_encode(body), more=False)
 
     async def error(self, error: ApiError) -> None:
         """As an answer, or as the stream's last event when a stream has begun: never a 200 that pretends success."""
@@ -42,9 +46,7 @@ class Sender:
 
     async def event(self, body: dict[str, Any]) -> None:
         await self._begin_stream()
-        await self._body(
-            b"data: " + json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n", more=True
-        )
+        await self._body(b"data: " + _encode(body) + b"\n\n", more=True)
 
     async def done(self) -> None:
         await self._begin_stream()

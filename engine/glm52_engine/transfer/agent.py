@@ -147,7 +147,7 @@ class TransferAgent:
         return True
 
     def _open(self) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         from nixl_cu13 import nixl_agent, nixl_agent_config
 
         self._nixl = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))

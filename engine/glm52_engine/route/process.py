@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -57,10 +57,10 @@ def route(options: RouterOptions) -> int:
         listener = take(options.listen_fd) if options.listen_fd is not None else bind(options.host, options.port)
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, ROLE, str(error))
-    return asyncio.run(_run(options, config, token, listener))
+    return asyncio.run(run_router(options, config, token, listener))
 
 
-async def _run(options: RouterOptions, config: EngineConfig, token: str, listener: Any) -> int:
+async def run_router(options: RouterOptions, config: EngineConfig, token: str, listener: socket.socket) -> int:
     life = Life(window=config.drain.window_seconds, propagation=options.propagation)
     ended: asyncio.Future[tuple[Outcome, str]] = asyncio.get_running_loop().create_future()
     terminated = asyncio.Event()
@@ -94,13 +94,15 @@ async def _run(options: RouterOptions, config: EngineConfig, token: str, listene
             asyncio.create_task(_discovery(options, config, session, pools, life, ended)),
             asyncio.create_task(_drained(life, terminated, config.drain.window_seconds, ended)),
         ]
-        outcome, message = await ended
-        for task in tasks:
-            task.cancel()
-        cut_off = life.requests
-        life.stop()
-        await runner.cleanup()
-        await legs.settle()
+        try:
+            outcome, message = await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            cut_off = life.requests
+            life.stop()
+            await runner.cleanup()
+            await legs.settle()
     return leave(outcome, ROLE, message, in_flight=cut_off)
 
 

@@ -72,6 +72,7 @@ class Process:
         self._listener = listener
         self._ended: asyncio.Future[tuple[Outcome, str]]
         self._terminated = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         ip = os.environ.get("POD_IP") or "127.0.0.1"
         port = listener.getsockname()[1]
         counters = TransferCounters()
@@ -98,18 +99,21 @@ class Process:
 
     async def run(self) -> int:
         self._ended = asyncio.get_running_loop().create_future()
-        install_signals(self._on_term)
+        install_signals(self.terminate)
         server = QuietServer(make_app(self.pod))
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
         log.info("listening", extra={"address": self.pod.address})
-        tasks = [asyncio.create_task(task) for task in (self._load(), self._drained(), self._watch())]
+        self._tasks += [asyncio.create_task(task) for task in (self._load(), self._drained(), self._watch())]
         http.add_done_callback(lambda task: self._end(Outcome.CRASHED, "the HTTP server ended"))
-        outcome, message = await self._ended
-        for task in tasks:
-            task.cancel()
-        return await self._leave(outcome, message, server, http)
+        try:
+            outcome, message = await self._ended
+            return await self._leave(outcome, message, server, http)
+        finally:
+            for task in self._tasks:
+                task.cancel()
 
-    def _on_term(self, name: str) -> None:
+    def terminate(self, name: str) -> None:
+        """What TERM does: a second one changes nothing."""
         self.life.drain(name)
         self._terminated.set()
 
@@ -143,7 +147,7 @@ class Process:
         await in_thread(agent.start)
         print_of = fingerprint(engine)
         puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token)
-        self._expiry = asyncio.create_task(holder.expire_forever())
+        self._tasks.append(asyncio.create_task(holder.expire_forever()))
         return Loaded(engine, tokenizer, agent, holder, puller, print_of, stopped)
 
     async def _drained(self) -> None:

@@ -1,0 +1,171 @@
+"""Real pod processes' code, real HTTP, real NIXL, in one event loop; only the model is fake."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, DrainConfig, EngineConfig, ModelConfig, Role, RoleConfig
+from glm52_engine.lifecycle.start import bind
+from glm52_engine.route.process import RouterOptions, run_router
+from glm52_engine.serve import process
+from glm52_engine.serve.process import Process, ServeOptions
+from glm52_engine.tokenizer import Tokenizer
+from tests.engine.serve.fakes import EngineStopped, FakeEngine
+
+TOKEN = "secret"
+HEADERS = {INTERNAL_TOKEN_HEADER: TOKEN}
+MODEL = "glm-5.2"
+
+
+def config(*, window: int = 20, max_model_len: int = 128) -> EngineConfig:
+    role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=4)
+    return EngineConfig(
+        model=ModelConfig(name=MODEL, path="/none", max_model_len=max_model_len, weights_gib=1),
+        prefill=role,
+        decode=role,
+        drain=DrainConfig(window_seconds=window),
+        block_size=4,
+    )
+
+
+async def until(what: str, true: Callable[[], bool], seconds: float = 10) -> None:
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class RunningPod:
+    role: Role
+    engine: FakeEngine
+    process: Process
+    task: asyncio.Task[int]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.process.pod.address}"
+
+    @property
+    def free(self) -> int:
+        return self.engine.stats().blocks_free
+
+    def idle(self) -> bool:
+        return self.free == self.engine.num_blocks and self.process.life.in_flight == 0
+
+    async def end(self) -> int:
+        self.process.terminate("test")
+        return await asyncio.wait_for(self.task, 15)
+
+
+@dataclass
+class Deployment:
+    session: aiohttp.ClientSession
+    prefill: list[RunningPod] = field(default_factory=list)
+    decode: list[RunningPod] = field(default_factory=list)
+    url: str = ""
+
+    @property
+    def pods(self) -> list[RunningPod]:
+        return [*self.prefill, *self.decode]
+
+    async def post(self, path: str, body: Any, *, url: str = "", headers: dict[str, str] | None = None) -> Answer:
+        kind: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.session.post((url or self.url) + path, headers=headers or {}, **kind) as response:
+            return Answer(response.status, await response.read(), dict(response.headers))
+
+    async def internal(self, pod: RunningPod, path: str, body: Any) -> Answer:
+        return await self.post(f"/internal/v1/{path}", body, url=pod.url, headers=HEADERS)
+
+    async def idle(self) -> None:
+        for pod in self.pods:
+            await until(f"{pod.role} holds nothing", pod.idle)
+
+
+@dataclass
+class Answer:
+    status: int
+    raw: bytes
+    headers: dict[str, str]
+
+    def json(self) -> Any:
+        import json
+
+        return json.loads(self.raw)
+
+
+class Builder:
+    """Starts pods and a router; ends them all at the end of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, session: aiohttp.ClientSession) -> None:
+        self._monkeypatch = monkeypatch
+        self._tokenizer = tokenizer
+        self._session = session
+        self._tasks: list[asyncio.Task[int]] = []
+        self._processes: list[Process] = []
+
+    async def pod(self, role: Role, engine: FakeEngine, *, window: int = 20, wait: bool = True) -> RunningPod:
+        self._monkeypatch.setattr(process, "load_engine", lambda *args: (engine, self._tokenizer, EngineStopped))
+        options = ServeOptions(role=role, config="", token_file="", host="127.0.0.1", port=0, propagation=0)
+        running = Process(options, config(window=window), TOKEN, bind("127.0.0.1", 0))
+        task = asyncio.create_task(running.run(), name="pod")
+        self._processes.append(running)
+        self._tasks.append(task)
+        pod = RunningPod(role, engine, running, task)
+        if wait:
+            await until(f"{role} is ready", lambda: running.pod.loaded is not None or task.done())
+        return pod
+
+    async def deployment(
+        self, prefill: Sequence[FakeEngine], decode: Sequence[FakeEngine], *, router: bool = True
+    ) -> Deployment:
+        made = Deployment(self._session)
+        made.prefill = [await self.pod("prefill", engine) for engine in prefill]
+        made.decode = [await self.pod("decode", engine) for engine in decode]
+        if router:
+            made.url = await self.router([p.url for p in made.prefill], [p.url for p in made.decode])
+        return made
+
+    async def router(self, prefill: list[str], decode: list[str], *, wait_seconds: float = 3, wait: bool = True) -> str:
+        listener = bind("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        options = RouterOptions("", "", "127.0.0.1", 0, prefill, decode, wait_seconds, propagation=0)
+        self._tasks.append(asyncio.create_task(run_router(options, config(), TOKEN, listener)))
+        limit = time.monotonic() + 10
+        while wait:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self._session.get(url + "/readyz") as response:
+                    if response.status == 200:
+                        break
+            assert time.monotonic() < limit, "the router is not ready"
+            await asyncio.sleep(0.02)
+        return url
+
+    async def end(self) -> None:
+        for running in self._processes:
+            running.terminate("end of test")
+        pods = [task for task in self._tasks if task.get_name() == "pod"]
+        if pods:
+            await asyncio.wait(pods, timeout=8)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def builder(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> AsyncIterator[Builder]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+        made = Builder(monkeypatch, Tokenizer.load(checkpoint), session)
+        try:
+            yield made
+        finally:
+            await made.end()

@@ -1,0 +1,167 @@
+"""An engine whose tokens come from the KV bytes in its pool: wrong bytes give wrong tokens, as in the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm52_engine.runtime.types import Blocks, KvPool, Prefilled, Request, RequestError, Stats, Token
+
+BLOCK_SIZE = 4
+TOKEN_BYTES = 64
+LETTERS = [ord(letter) for letter in "abcdefghijklmnopqrstuvwxyz ."]
+
+
+class EngineStopped(Exception):
+    pass
+
+
+class Memory:
+    """Stands for the tensor of a pool."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = (ctypes.c_uint8 * size)()
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self.bytes)
+
+
+class FakePool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = BLOCK_SIZE
+        self.block_bytes = BLOCK_SIZE * TOKEN_BYTES
+        self.tensor: Any = Memory(num_blocks * self.block_bytes)
+
+    def slot(self, blocks: Sequence[int], position: int) -> int:
+        return blocks[position // BLOCK_SIZE] * self.block_bytes + position % BLOCK_SIZE * TOKEN_BYTES
+
+    def write(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        for position, token in enumerate(tokens):
+            at = self.slot(blocks, position)
+            self.tensor.bytes[at : at + TOKEN_BYTES] = (token + 1).to_bytes(4, "little") * (TOKEN_BYTES // 4)
+
+    def read(self, blocks: Sequence[int], count: int) -> bytes:
+        starts = [self.slot(blocks, position) for position in range(count)]
+        return b"".join(bytes(self.tensor.bytes[at : at + TOKEN_BYTES]) for at in starts)
+
+
+@dataclass
+class FakeEngine:
+    num_blocks: int = 64
+    seats: int = 4
+    step_seconds: float = 0.0
+    model: str = "m"
+    ends_after: int | None = None
+    """Output index of an end-of-sequence token."""
+    stuck: float = 0.0
+    broken: BaseException | None = None
+    stopped: bool = False
+    computed: int = 0
+    generated: int = 0
+    decoded: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Ids in an order of their own, so that blocks here and there differ.
+        self._free = list(range(0, self.num_blocks, 2)) + list(range(1, self.num_blocks, 2))
+        self._held: dict[str, tuple[int, ...]] = {}
+        self._changed = asyncio.Event()
+        self._running = 0
+        self._waiting = 0
+        self.pool = FakePool(self.num_blocks)
+        self.pools: Sequence[KvPool] = [self.pool]
+        self.layout: dict[str, str | int] = {"model": self.model, "dtype": "test"}
+
+    async def prefill(self, request: Request) -> Prefilled:
+        blocks = await self._take(request, len(request.prompt))
+        try:
+            await asyncio.sleep(self.step_seconds)
+        except asyncio.CancelledError:
+            self.release(request.id)
+            raise
+        self.pool.write(blocks.ids, request.prompt)
+        self.computed += len(request.prompt)
+        return Prefilled(self._token(request, blocks, 0), blocks, len(request.prompt))
+
+    async def reserve(self, request: Request) -> Blocks:
+        return await self._take(request, len(request.prompt) + request.sampling.max_tokens)
+
+    async def decode(self, request: Request, blocks: Blocks, first: Token) -> AsyncIterator[Token]:
+        self.decoded.append(request.id)
+        self._running += 1
+        try:
+            for index in range(1, request.sampling.max_tokens):
+                await asyncio.sleep(self.step_seconds)
+                if self.stopped:
+                    yield Token(first.id, index, "abort")
+                    return
+                token = self._token(request, blocks, index)
+                self.generated += 1
+                yield token
+                if token.finish:
+                    return
+        finally:
+            self._running -= 1
+            self.release(request.id)
+
+    def release(self, request_id: str) -> None:
+        self._free += self._held.pop(request_id, ())
+        self._changed.set()
+
+    def stats(self) -> Stats:
+        return Stats(
+            running=self._running,
+            waiting=self._waiting,
+            blocks_total=self.num_blocks,
+            blocks_free=len(self._free),
+            prompt_tokens_computed=self.computed,
+            tokens_generated=self.generated,
+            steps=self.generated,
+        )
+
+    def seconds_without_progress(self) -> float:
+        return self.stuck
+
+    def start(self) -> None:
+        pass
+
+    def failure(self) -> BaseException | None:
+        return self.broken
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    async def _take(self, request: Request, tokens: int) -> Blocks:
+        need = -(-tokens // BLOCK_SIZE)
+        if need > self.num_blocks:
+            raise RequestError(f"{tokens} tokens need {need} blocks, the pool has {self.num_blocks}")
+        self._waiting += 1
+        try:
+            while need > len(self._free):
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._waiting -= 1
+        ids, self._free = tuple(self._free[:need]), self._free[need:]
+        self._held[request.id] = ids
+        return Blocks(0, ids)
+
+    def _token(self, request: Request, blocks: Blocks, index: int) -> Token:
+        """A letter that depends on every byte of the prompt's KV and on the index."""
+        kv = self.pool.read(blocks.ids, len(request.prompt))
+        letter = LETTERS[zlib.crc32(kv + index.to_bytes(4, "little")) % len(LETTERS)]
+        sampling = request.sampling
+        if self.ends_after == index and not sampling.ignore_eos and sampling.stop_token_ids:
+            return Token(min(sampling.stop_token_ids), index, "stop")
+        return Token(letter, index, "length" if index + 1 == sampling.max_tokens else None)
+
+
+def expected_text(prompt: Sequence[int], count: int) -> str:
+    """What a FakeEngine answers to a prompt when every byte of KV arrives."""
+    kv = b"".join((token + 1).to_bytes(4, "little") * (TOKEN_BYTES // 4) for token in prompt)
+    codes = [LETTERS[zlib.crc32(kv + index.to_bytes(4, "little")) % len(LETTERS)] for index in range(count)]
+    return "".join(map(chr, codes))

@@ -1,4 +1,4 @@
-"""The operator's and the engine's images: from their Containerfiles where the base image is to be had, else as layers."""
+"""The operator's and the engine's images: built from their Containerfiles, or as layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from e2e.cluster.errors import Failed
 from e2e.cluster.layers import Image, Layer, bundle, layer
 from e2e.cluster.paths import REPO, Paths, digest
 from e2e.cluster.progress import Phase
-from e2e.cluster.shell import run
+from e2e.cluster.shell import follow, run
 
 PYTHON = "3.11"
 SITE = f"usr/local/lib/python{PYTHON}/dist-packages"  # where Debian's python3 looks for what is not Debian's
@@ -45,19 +45,21 @@ class App:
     def reference(self) -> str:
         """Name and tag; the tag changes with anything that goes in, so a node never runs yesterday's code."""
         version = tomllib.loads((REPO / self.name / "pyproject.toml").read_text())["project"]["version"]
-        return f"localhost/glm52-{self.name}:{version}-{digest([self.lock, self.containerfile, *self.sources(), RECIPE])}"
+        return (
+            f"localhost/glm52-{self.name}:{version}-{digest([self.lock, self.containerfile, *self.sources(), RECIPE])}"
+        )
 
     def sources(self) -> list[Path]:
-        return [path for project in self.projects for path in (REPO / project / f"glm52_{project}", REPO / project / "pyproject.toml")]
+        return [
+            path
+            for project in self.projects
+            for path in (REPO / project / f"glm52_{project}", REPO / project / "pyproject.toml")
+        ]
 
 
 OPERATOR = App("operator", ("engine", "operator"), forbidden="torch")
 ENGINE = App("engine", ("engine",), forbidden="kopf")
 APPS = (OPERATOR, ENGINE)
-
-
-def references() -> dict[str, str]:
-    return {app.name: app.reference for app in APPS}
 
 
 def base_layer(paths: Paths, phase: Phase) -> Layer:
@@ -71,8 +73,9 @@ def dependency_layer(app: App, base: Layer, paths: Paths, phase: Phase) -> Layer
     def fill(root: Path) -> None:
         site = root / SITE
         phase.note(f"packages of requirements/{app.lock.name}")
-        run([*_uv(), "--require-hashes", "--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--python-platform",
-             f"{platform.machine()}-manylinux_2_36", "--target", site, "-r", app.lock])  # fmt: skip
+        target = ["--python-version", PYTHON, "--python-platform", f"{platform.machine()}-manylinux_2_36"]
+        strict = ["--require-hashes", "--no-deps", "--only-binary=:all:"]
+        run([*_uv(), *strict, *target, "--target", site, "-r", app.lock])
         shutil.rmtree(site / "bin", ignore_errors=True)  # their #! lines name this machine's Python
         check_content(app, site)
         phase.note(f"bytecode of requirements/{app.lock.name}")
@@ -81,36 +84,51 @@ def dependency_layer(app: App, base: Layer, paths: Paths, phase: Phase) -> Layer
     return layer(f"{app.name}-deps-{digest([app.lock, RECIPE])}", paths, fill)
 
 
-def code_layer(app: App, base: Layer, paths: Paths) -> Layer:
+def code_layer(app: App, reference: str, base: Layer, paths: Paths) -> Layer:
     """The project's own code: the only layer that an edit changes."""
+    tag = reference.rpartition("-")[2]
 
     def fill(root: Path) -> None:
         site = root / SITE
-        run([*_uv(), "--reinstall", "--no-deps", "--no-build-isolation", "--target", site, *(REPO / project for project in app.projects)])
+        run(
+            [
+                *_uv(),
+                "--reinstall",
+                "--no-deps",
+                "--no-build-isolation",
+                "--target",
+                site,
+                *(REPO / project for project in app.projects),
+            ]
+        )
         shutil.rmtree(site / "bin", ignore_errors=True)
         write_scripts(site, root / "usr/local/bin")
         check_content(app, site)
         compile_bytecode(site, f"/{SITE}", paths.store / "layers" / base.name / "fs")
 
-    return layer(f"{app.name}-code-{app.reference.rpartition('-')[2]}", paths, fill)
+    return layer(f"{app.name}-code-{tag}", paths, fill)
 
 
 def build(app: App, base: Layer, paths: Paths, phase: Phase) -> Image:
-    layers = (base, dependency_layer(app, base, paths, phase), code_layer(app, base, paths))
-    return Image(app.reference, layers, containerfile.read(app.containerfile))
+    reference = app.reference  # once: an edit meanwhile must not give the image another name than its layer
+    layers = (base, dependency_layer(app, base, paths, phase), code_layer(app, reference, base, paths))
+    return Image(reference, layers, containerfile.read(app.containerfile))
 
 
-def build_all(paths: Paths, phase: Phase) -> str:
-    """Both images as one bundle for the workers."""
+def build_all(paths: Paths, phase: Phase) -> tuple[str, dict[str, str]]:
+    """Both images as one bundle for the workers, and their references by name."""
     base = base_layer(paths, phase)
-    return bundle([build(app, base, paths, phase) for app in APPS], paths)
+    images = {app.name: build(app, base, paths, phase) for app in APPS}
+    return bundle(list(images.values()), paths), {name: image.reference for name, image in images.items()}
 
 
-def build_with_docker(app: App, docker: Docker) -> str:
+def build_with_docker(app: App, docker: Docker, phase: Phase) -> str:
     """The usual way, where the base image can be pulled."""
-    if not docker.ok("image", "inspect", app.reference):
-        docker("build", "--file", str(app.containerfile), "--tag", app.reference, str(REPO), timeout=3600)
-    return app.reference
+    reference = app.reference
+    if not docker.ok("image", "inspect", reference):
+        command = docker.command("build", "--file", str(app.containerfile), "--tag", reference, str(REPO))
+        follow(command, phase.note, env=docker.variables())
+    return reference
 
 
 def send(docker: Docker, reference: str, node: str) -> None:
@@ -140,7 +158,9 @@ def write_scripts(site: Path, folder: Path) -> None:
         for name, target in points["console_scripts"].items() if points.has_section("console_scripts") else ():
             module, _, function = target.partition(":")
             script = folder / name
-            script.write_text(f"#!/usr/bin/python3\nimport sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n")
+            script.write_text(
+                f"#!/usr/bin/python3\nimport sys\n\nfrom {module} import {function}\n\nsys.exit({function}())\n"
+            )
             script.chmod(0o755)
 
 
@@ -151,11 +171,24 @@ def compile_bytecode(folder: Path, at: str, base: Path) -> None:
     """
     loader = next((base / "lib64").glob("ld-linux-*.so.*"), None) or next((base / "lib").glob("ld-linux-*.so.*"))
     libraries = ":".join(str(each) for each in sorted((base / "usr/lib").glob("*-linux-gnu")))
+    assert loader is not None
+    python: list[str | Path] = [loader, "--library-path", libraries, base / "usr/bin" / f"python{PYTHON}", "-S"]
+    names: list[str | Path] = ["-s", folder, "-p", at, "-x", r"/tests?/|/testing/"]
     run(
-        [loader, "--library-path", libraries, base / "usr/bin" / f"python{PYTHON}", "-S", "-m", "compileall", "-q", "-j", str(os.cpu_count()),
-         "--invalidation-mode", "unchecked-hash", "-s", folder, "-p", at, "-x", r"/tests?/|/testing/", folder],
+        [
+            *python,
+            "-m",
+            "compileall",
+            "-q",
+            "-j",
+            str(os.cpu_count()),
+            "--invalidation-mode",
+            "unchecked-hash",
+            *names,
+            folder,
+        ],
         env={"PYTHONHOME": str(base / "usr"), "PYTHONPATH": None},
-    )  # fmt: skip
+    )
 
 
 def _uv() -> list[str | Path]:

@@ -1,4 +1,4 @@
-"""Reads the runtime half of a Containerfile, so that the images built without a base image state no fact twice."""
+"""Reads the runtime half of a Containerfile, so that no fact about an image stands twice."""
 
 from __future__ import annotations
 

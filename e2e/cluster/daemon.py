@@ -19,6 +19,7 @@ from e2e.cluster.mounts import unmount_below
 from e2e.cluster.network import Addresses
 from e2e.cluster.paths import HERE, Paths, write_atomically
 from e2e.cluster.progress import Phase
+from e2e.cluster.shell import ok, run
 
 START_SECONDS = 60
 STOP_SECONDS = 20
@@ -28,10 +29,11 @@ def client(paths: Paths) -> Docker:
     return Docker(paths.docker / "docker.sock", shutil.which("docker") or "/usr/bin/docker")
 
 
-def install(phase: Phase) -> None:
-    """Install what the private daemon and the node image's build need and the machine lacks."""
-    wanted = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables", "ip": "iproute2",
-              "debootstrap": "debootstrap"}  # fmt: skip
+def install(phase: Phase, private: bool) -> None:
+    """Install what the node image's build, and with `private` the daemon, need and the machine lacks."""
+    wanted = {"iptables": "iptables", "ip": "iproute2", "debootstrap": "debootstrap"}
+    if private:
+        wanted |= {"dockerd": "docker.io", "docker": "docker.io"}
     missing = sorted({package for program, package in wanted.items() if shutil.which(program) is None})
     if missing:
         debian.install(missing, phase)
@@ -91,8 +93,6 @@ def start(paths: Paths, addresses: Addresses, facts: Facts) -> bool:
 
 def _make_bridge(addresses: Addresses) -> None:
     """Docker makes only a bridge called docker0 itself, and that one may be someone else's."""
-    from e2e.cluster.shell import ok, run
-
     bridge = network.DOCKER_BRIDGE
     if not ok(["ip", "link", "show", bridge]):
         run(["ip", "link", "add", bridge, "type", "bridge"])

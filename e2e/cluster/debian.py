@@ -20,8 +20,10 @@ NODE_PACKAGES = (
     "ca-certificates", "conntrack", "dbus", "ethtool", "hostname", "iproute2", "iptables", "kmod", "mount", "nftables",
     "procps", "runc", "socat", "systemd", "systemd-sysv",
 )  # fmt: skip
-NOT_NEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "var/cache/apt", "var/lib/apt/lists",
-              "var/log", "dev")  # fmt: skip
+NOT_NEEDED = (
+    "usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "var/cache/apt", "var/lib/apt/lists",
+    "var/log", "dev",
+)  # fmt: skip
 POLICY = Path("/usr/sbin/policy-rc.d")
 POLICY_TEXT = "#!/bin/sh\n# glm52: no service starts while its package is being installed\nexit 101\n"
 
@@ -56,10 +58,19 @@ def bootstrap(root: Path, packages: tuple[str, ...], paths: Paths, phase: Phase)
     """Fill a folder with a minimal Debian that has these packages."""
     downloads = paths.cache / "debs"
     downloads.mkdir(parents=True, exist_ok=True)
-    command = ["debootstrap", "--variant=minbase", f"--cache-dir={downloads}", f"--include={','.join(packages)}", SUITE, root]
+    command = [
+        "debootstrap",
+        "--variant=minbase",
+        f"--cache-dir={downloads}",
+        f"--include={','.join(packages)}",
+        SUITE,
+        root,
+    ]
     # In a mount namespace of its own: when it is killed, the /proc that it mounts in the folder goes with it.
     follow(["unshare", "--mount", "--propagation=private", *map(str, command)],
-           lambda line: phase.note(line.removeprefix("I: ")))  # fmt: skip
+           lambda line: phase.note(line.removeprefix("I: ")),
+           # dpkg syncs every file, which doubles the time; a root that is cut short is thrown away anyway.
+           env={"DPKG_FORCE": "unsafe-io"})  # fmt: skip
     slim(root)
 
 
@@ -68,7 +79,13 @@ def slim(root: Path) -> None:
     for name in NOT_NEEDED:
         shutil.rmtree(root / name, ignore_errors=True)
         (root / name).mkdir(parents=True)
-    for name in ("etc/machine-id", "var/lib/dbus/machine-id", "etc/resolv.conf", "etc/hostname", "var/cache/ldconfig/aux-cache"):
+    for name in (
+        "etc/machine-id",
+        "var/lib/dbus/machine-id",
+        "etc/resolv.conf",
+        "etc/hostname",
+        "var/cache/ldconfig/aux-cache",
+    ):
         (root / name).unlink(missing_ok=True)
     for folder, folders, files in os.walk(root):
         for name in folders + files:

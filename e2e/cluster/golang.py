@@ -34,7 +34,9 @@ def _version_flags() -> str:
     major, minor, _ = KUBERNETES.removeprefix("v").split(".")
     facts = {"gitVersion": KUBERNETES, "gitMajor": major, "gitMinor": minor, "gitTreeState": "clean"}
     packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
-    return " ".join(["-s -w", *(f"-X {package}.{name}={value}" for package in packages for name, value in facts.items())])
+    return " ".join(
+        ["-s -w", *(f"-X {package}.{name}={value}" for package in packages for name, value in facts.items())]
+    )
 
 
 NODE_MODULES = (

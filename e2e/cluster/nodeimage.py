@@ -25,10 +25,12 @@ NODE_PROGRAMS = ("kubelet", "kubeadm", "kubectl")
 
 FILES = HERE / "files" / "node"
 ENABLED = ("containerd.service", "adopt-system-images.service", "kubelet.service")
-MASKED = ("systemd-binfmt.service", "getty.target", "console-getty.service", "systemd-logind.service",
-          "systemd-udevd.service", "systemd-udev-trigger.service", "systemd-networkd.service",
-          "systemd-resolved.service", "systemd-timesyncd.service", "systemd-tmpfiles-setup-dev.service",
-          "apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "fstrim.timer")  # fmt: skip
+MASKED = (
+    "systemd-binfmt.service", "getty.target", "console-getty.service", "systemd-logind.service",
+    "systemd-udevd.service", "systemd-udev-trigger.service", "systemd-networkd.service", "systemd-resolved.service",
+    "systemd-timesyncd.service", "systemd-tmpfiles-setup-dev.service", "apt-daily.timer", "apt-daily-upgrade.timer",
+    "dpkg-db-backup.timer", "e2scrub_all.timer", "fstrim.timer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,14 @@ def parts(paths: Paths, root: Layer, binaries: dict[str, Path]) -> Parts:
     kube = layer(f"kube-{kubernetes.name}", paths, fill_kube)
 
     def image(reference: str, program: str, *layers: Layer) -> Image:
-        return Image(reference, layers, Containerfile(entrypoint=[f"/usr/local/bin/{program}"], env={"PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}))
+        return Image(
+            reference,
+            layers,
+            Containerfile(
+                entrypoint=[f"/usr/local/bin/{program}"],
+                env={"PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+            ),
+        )
 
     images = [image(f"{REPOSITORY}/{program}:{golang.KUBERNETES}", program, kube) for program in PROGRAMS[:3]]
     images.append(image(f"{REPOSITORY}/kube-proxy:{golang.KUBERNETES}", "kube-proxy", root, kube))
@@ -174,7 +183,8 @@ def _import(docker: Docker, name: str, roots: list[Path]) -> None:
     take = docker.command("import", "--change", "ENV container=docker", "--change", entry, "-", name)
     with subprocess.Popen(take, stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
                           env=docker.environment()) as importing:  # fmt: skip
-        assert importing.stdin is not None and importing.stderr is not None
+        assert importing.stdin is not None
+        assert importing.stderr is not None
         with contextlib.suppress(BrokenPipeError):  # what Docker says about it comes on stderr
             write_tar(importing.stdin, *roots)
             importing.stdin.close()

@@ -21,12 +21,12 @@ def command_line(pid: int) -> str:
 
 
 def mentioning(folder: Path) -> list[int]:
-    """Processes whose command line has a file below the folder as an argument (dockerd, containerd, its shims, proxies)."""
+    """Docker's processes (dockerd, containerd, its shims) whose command line names a file below the folder."""
     return [pid for pid in _all() if pid != os.getpid() and belongs(command_line(pid), folder)]
 
 
 def belongs(command: str, folder: Path) -> bool:
-    """Whether a Docker program's command line is about that folder. A shell or an editor with a file open there is not."""
+    """Whether a command line is one of Docker's about that folder; an editor with a file open there is not."""
     program = os.path.basename(command.split(" ")[0])
     docker = program.startswith(("dockerd", "containerd", "docker-proxy", "runc"))
     return docker and f"{folder}/" in command

@@ -27,7 +27,9 @@ class Phase:
 class Progress:
     """Prints phases, which may overlap: each line names its phase and the time since the start."""
 
-    def __init__(self, write: Callable[[str], object] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, write: Callable[[str], object] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._write = write or (lambda line: print(line, file=sys.stderr, flush=True))
         self._clock = clock
         self._started = clock()

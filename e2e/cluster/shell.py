@@ -38,7 +38,13 @@ def run(
     command = [str(part) for part in argv]
     try:
         done = subprocess.run(
-            command, input=stdin, env=environment(env), cwd=cwd, timeout=timeout, capture_output=True, text=True
+            command,
+            input=stdin,
+            env=environment(env),
+            cwd=cwd,
+            timeout=timeout,
+            capture_output=True,
+            text=True,
         )
     except FileNotFoundError as error:
         raise Failed(f"{command[0]} is not installed") from error
@@ -59,7 +65,11 @@ def ok(argv: Argv, *, env: Mapping[str, str | None] | None = None, timeout: floa
 
 
 def follow(
-    argv: Argv, on_line: Callable[[str], object], *, env: Mapping[str, str | None] | None = None, cwd: Path | None = None
+    argv: Argv,
+    on_line: Callable[[str], object],
+    *,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
 ) -> None:
     """Run a program that must succeed and hand on each line that it prints as it comes."""
     command = [str(part) for part in argv]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -35,7 +35,12 @@ def helm(cluster: Cluster, *arguments: str, timeout: float = 300) -> str:
 def chart_values(images: dict[str, str]) -> list[str]:
     """The chart's values for these images, as helm arguments."""
     repository, _, tag = images["operator"].rpartition(":")
-    values = {"image.repository": repository, "image.tag": tag, "image.pullPolicy": "IfNotPresent", "engineImage": images["engine"]}
+    values = {
+        "image.repository": repository,
+        "image.tag": tag,
+        "image.pullPolicy": "IfNotPresent",
+        "engineImage": images["engine"],
+    }
     return [argument for name, value in values.items() for argument in ("--set-string", f"{name}={value}")]
 
 
@@ -59,7 +64,14 @@ def run_example(cluster: Cluster, progress: Progress) -> None:
     kubectl(cluster, "apply", "-f", str(EXAMPLE))
     with progress.phase("examples/tiny.yaml Ready"):
         try:
-            kubectl(cluster, "wait", "--for=condition=Ready", "glm52/tiny", f"--timeout={READY_SECONDS}s", timeout=READY_SECONDS + 30)
+            kubectl(
+                cluster,
+                "wait",
+                "--for=condition=Ready",
+                "glm52/tiny",
+                f"--timeout={READY_SECONDS}s",
+                timeout=READY_SECONDS + 30,
+            )
         except Failed as error:
             raise Failed(f"{error}\n{kubectl(cluster, 'get', 'glm52,pods', '-o', 'wide')}") from error
     if cluster.mode == "kubeconfig":
@@ -72,8 +84,15 @@ def run_example(cluster: Cluster, progress: Progress) -> None:
 
 def chat() -> None:
     """One question, its answer printed token by token."""
-    body = {"model": model_name(), "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32, "stream": True}
-    request = urllib.request.Request(f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    body = {
+        "model": model_name(),
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 32,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     print(f"\n> {QUESTION}\n", flush=True)
     with urllib.request.urlopen(request, timeout=120) as response:
         for piece in pieces(response):
@@ -109,15 +128,13 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def next_steps(cluster: Cluster, url: str) -> str:
-    name = "kubectl" if cluster.kubectl.parent.name == "bin" and str(cluster.kubectl).startswith("/usr") else str(cluster.kubectl)
-    chat_body = '{"model": "%s", "messages": [{"role": "user", "content": "Hello"}]}' % "tiny"
+    on_path = shutil.which("kubectl") == str(cluster.kubectl)
+    name = "kubectl" if on_path else str(cluster.kubectl)
+    body = '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}'
     return f"""The API is at {url}/v1. Next:
 
   export KUBECONFIG={cluster.kubeconfig}
   {name} get glm52 -w
   {name} scale glm52 tiny --replicas=2
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat_body}'
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
 """
-
-
-__all__ = ["chat", "chart_values", "install_operator", "kubectl", "next_steps", "pieces", "run_example", "sys", "uninstall"]

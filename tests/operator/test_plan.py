@@ -186,6 +186,8 @@ def test_ownership(meta: dict[str, Any], expected: Ownership) -> None:
         (422, "updates to statefulset spec are forbidden", "ImmutableField", False, True),
         (422, "spec.ports: Invalid value", "Refused", False, True),
         (400, "unknown field", "Refused", False, True),
+        (500, ".spec.x: field not declared in schema", "Refused", False, True),
+        (500, "etcd is away", "ApiError", True, False),
         (409, "conflict", "ApiError", True, False),
         (503, "overloaded", "ApiError", True, False),
         (0, "connection refused", "ApiUnreachable", True, False),

@@ -40,7 +40,8 @@ def classify(*, code: int, text: str, verb: str, resource: str, kind: str, name:
             "the operator make it again."
         )
         return Failure("ImmutableField", f"{what}: {text}. {remedy}", kind, name, config=True)
-    if code in (400, 422):
+    # A field that no schema knows is refused by server-side apply with a 500, before validation sees it.
+    if code in (400, 422) or (code == 500 and "field not declared in schema" in text):
         remedy = "Correct the field of the specification that this comes from and apply again."
         return Failure("Refused", f"{what}: {text}. {remedy}", kind, name, config=True)
     if code == 0:

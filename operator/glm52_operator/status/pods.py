@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm52_engine.config import Outcome, Termination
+from glm52_operator import names
 
 Pod = dict[str, Any]
 
@@ -72,14 +73,18 @@ def diagnose(pod: Pod) -> Problem | None:
 def _unscheduled(pod: Pod) -> Problem | None:
     for condition in pod.get("status", {}).get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            memory = _memory_limit(pod)
+            told = str(condition.get("message") or "the scheduler gives no reason").rstrip(". ")
             return Problem(
                 str(condition.get("reason") or "Unschedulable"),
-                f"pod {name(pod)} has no node: {condition.get('message', 'no message from the scheduler')} "
-                f"It asks for {memory} of memory. Add a node that has it free, or lower hostPoolGiB, ranksPerHost or "
-                "replicas.",
+                f"pod {name(pod)} has no node: {told}. It asks for {_memory_limit(pod)} of memory. {_remedy(pod)}",
             )
     return None
+
+
+def _remedy(pod: Pod) -> str:
+    if pod["metadata"].get("labels", {}).get(names.ROLE) == names.ROUTER:
+        return "Add a node that has it free, or lower router.replicas."
+    return "Add a node that has it free, or lower hostPoolGiB, ranksPerHost, model.weightsGiB or replicas."
 
 
 def _containers(status: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -81,9 +81,8 @@ def judge(workload: Workload) -> Verdict:
     if moving is not None:
         return moving
     if workload.wanted == 0:
-        return Verdict(
-            False, "ScaledToZero", f"{workload.title} has 0 replicas: no request can be served. Scale it up to serve."
-        )
+        text = f"0 {workload.title} are wanted: no request can be served. Scale up to serve."
+        return Verdict(False, "ScaledToZero", text)
     return Verdict(True, "AllReady", f"{counts}, all on the newest revision.")
 
 
@@ -98,12 +97,8 @@ def _moving(workload: Workload, counts: str) -> Verdict | None:
             f"{counts}. {workload.kind} {workload.name} cannot make its pods: {workload.events[-1]}",
         )
     if not workload.one_revision or workload.updated < workload.wanted <= exist:
-        return Verdict(
-            False,
-            "RollingOut",
-            f"{counts}, {workload.updated} of them or of those starting on the newest revision; the others are "
-            "replaced one by one.",
-        )
+        newest = f"{workload.updated}/{workload.wanted} are of the newest revision, the others are replaced one by one"
+        return Verdict(False, "RollingOut", f"{counts}. {newest}.")
     if leaving or exist > workload.wanted:
         names = f" ({', '.join(leaving)})" if leaving else ""
         return Verdict(False, "Draining", f"{counts}. Pods that leave finish their requests first{names}.")

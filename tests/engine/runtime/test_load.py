@@ -1,0 +1,121 @@
+"""A start: what it refuses before it allocates anything, and that it ends with a working engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from glm52_engine.config import ConfigError, RoleConfig
+from glm52_engine.runtime import load
+from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.preflight import check_memory, memory_limit
+from glm52_engine.sizing import GIB
+from tests.engine.model.support import prompt
+from tests.engine.runtime.support import greedy
+
+ROLE = RoleConfig(ranks_per_host=2, host_pool_gib=4, max_num_seqs=4)
+
+
+def cgroups(root: Path, files: dict[str, str], membership: str) -> dict[str, Path]:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "self").write_text(membership)
+    return {"root": root, "membership": root / "self"}
+
+
+@pytest.mark.parametrize(
+    ("files", "membership", "expected"),
+    [
+        pytest.param({"memory.max": "1000\n"}, "0::/\n", 1000, id="v2 in a container"),
+        pytest.param({"memory.max": "max\n"}, "0::/\n", None, id="v2 without a limit"),
+        pytest.param({"a/b/memory.max": "900", "a/memory.max": "700"}, "0::/a/b\n", 700, id="v2, a parent is smaller"),
+        pytest.param(
+            {"memory/memory.limit_in_bytes": "1000"}, "5:cpu:/x\n4:memory:/kubepods/x\n", 1000, id="v1 in a container"
+        ),
+        pytest.param({"memory/memory.limit_in_bytes": "9223372036854771712"}, "4:memory:/\n", None, id="v1 without"),
+        pytest.param(
+            {"memory/a/memory.limit_in_bytes": "500", "memory/memory.limit_in_bytes": "9223372036854771712"},
+            "4:cpu,memory:/a\n0::/\n",
+            500,
+            id="v1 beside v2",
+        ),
+        pytest.param({}, "", None, id="none"),
+    ],
+)
+def test_the_memory_limit(tmp_path: Path, files: dict[str, str], membership: str, expected: int | None) -> None:
+    found = memory_limit(**cgroups(tmp_path, files, membership))
+    assert (found[0] if found else None) == expected
+
+
+def test_no_cgroup_file_system(tmp_path: Path) -> None:
+    assert memory_limit(root=tmp_path / "absent", membership=tmp_path / "absent") is None
+
+
+def test_too_little_memory_is_refused_with_the_sum() -> None:
+    limit = (10 * GIB, Path("/sys/fs/cgroup/memory.max"))
+    with pytest.raises(ConfigError) as refused:
+        check_memory(ROLE, weights=GIB + 1, limit=limit)
+    assert str(refused.value) == (
+        "this pod needs 12.25 GiB = 2 ranks × 4 GiB host pool + 2 GiB weights + 0.25 GiB shared memory"
+        " + 2 GiB overhead, but its memory limit is 10 GiB (/sys/fs/cgroup/memory.max): "
+        "raise the limit by 2.25 GiB, or lower host_pool_gib or ranks_per_host"
+    )
+    check_memory(ROLE, weights=GIB + 1, limit=(13 * GIB, Path("x")))
+    check_memory(ROLE, weights=GIB + 1, limit=None)
+
+
+def start(path: Path, phases: list[str] | None = None, *, pool: int = 1, max_model_len: int = 1024) -> LocalEngine:
+    role = RoleConfig(ranks_per_host=1, host_pool_gib=pool, max_num_seqs=4)
+    seen = [] if phases is None else phases
+    return LocalEngine.load(path, role, max_model_len=max_model_len, block_size=64, on_phase=seen.append)
+
+
+def test_memory_is_checked_before_anything_is_allocated(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "memory_limit", lambda: (GIB, Path("limit")))
+    phases: list[str] = []
+    with pytest.raises(ConfigError, match=r"needs .* but its memory limit is 1 GiB \(limit\)"):
+        start(tiny_checkpoint, phases, pool=60000)
+    assert phases == ["reading the model's config", "checking the memory limit"]
+
+
+def test_lengths_are_checked(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len: found 200000; .*config\.json allows at most 131072"):
+        start(tiny_checkpoint, max_model_len=200000)
+
+
+def test_a_pool_too_small_for_one_request(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "pool_blocks", lambda *args, **kwargs: 10)
+    with pytest.raises(
+        ConfigError, match=r"which holds 10 blocks of 64 tokens × 2048 bytes; one request of .* needs 16"
+    ):
+        start(tiny_checkpoint)
+
+
+def test_a_tokenizer_of_another_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"id": 276', '"id": 400'))
+    with pytest.raises(ConfigError, match="the tokenizer has ids up to 400, the model a vocabulary of 320"):
+        start(tmp_path / "m")
+
+
+async def test_a_loaded_engine_works(tiny_checkpoint: Path) -> None:
+    phases: list[str] = []
+    engine = start(tiny_checkpoint, phases)
+    assert phases == [
+        "reading the model's config",
+        "checking the memory limit",
+        "reading weights",
+        "touching the pools",
+        "first forward",
+    ]
+    assert engine.pools[0].num_blocks == GIB // (64 * 2048)
+    assert engine.layout["rope"] == "interleaved"
+    engine.start()
+    try:
+        assert (await engine.prefill(greedy("r", tuple(prompt(100)), 5))).computed_tokens == 100
+    finally:
+        engine.stop()

@@ -7,6 +7,11 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("glm52-operator", deadline=None)
+settings.load_profile("glm52-operator")
 
 
 class FakeTimer:

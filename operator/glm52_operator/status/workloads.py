@@ -37,8 +37,8 @@ class Workload:
 
     @property
     def updated(self) -> int:
-        """Pods of the newest revision. While the controller has not seen our last change it counts an older one."""
-        return self.count("updatedReplicas") if self.seen else 0
+        """Pods of the newest revision; none while our last change was refused or not yet seen by the controller."""
+        return self.count("updatedReplicas") if self.seen and not self.failures else 0
 
     @property
     def seen(self) -> bool:

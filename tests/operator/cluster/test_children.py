@@ -188,6 +188,7 @@ def test_deletion_leaves_nothing_and_a_namesake_starts_clean(kube: Kubectl) -> N
     kube("delete", "glm52", "again", "--wait=false")
     kube.apply(deployment("again"))
     new = until("the namesake is reconciled", lambda: observed(kube, "again"), timeout=90)
+    assert new is not None
     reason(kube, "again", "Progressing", "Complete", timeout=90)
     after = children(kube, "again")
     assert set(after) == set(before)

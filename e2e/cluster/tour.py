@@ -45,11 +45,40 @@ def chart_values(images: dict[str, str]) -> list[str]:
 
 
 def install_operator(cluster: Cluster, progress: Progress) -> None:
+    values = chart_values(cluster.images)
     with progress.phase("operator"):
-        # helm installs a chart's CRDs once and never again; an edited one would be ignored.
-        kubectl(cluster, "apply", "--server-side", "--force-conflicts", "-f", str(REPO / "crds"))
-        helm(cluster, "upgrade", "--install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace",
-             "--wait", "--timeout", "180s", *chart_values(cluster.images))  # fmt: skip
+        _settle_release(cluster)
+        try:
+            helm(cluster, "upgrade", "--install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace",
+                 "--wait", "--timeout", "120s", *values)  # fmt: skip
+        except Failed as error:
+            raise Failed(f"{error}\n{_operator_says(cluster)}") from error
+
+
+def _settle_release(cluster: Cluster) -> None:
+    """Helm refuses to touch a release whose last change was killed half-way, for ever."""
+    try:
+        status = str(
+            json.loads(helm(cluster, "status", RELEASE, "--namespace", NAMESPACE, "-o", "json"))["info"]["status"]
+        )
+    except Failed:
+        return  # not installed
+    if status == "pending-install":
+        helm(cluster, "uninstall", RELEASE, "--namespace", NAMESPACE, "--wait")
+    elif status.startswith("pending-"):
+        helm(cluster, "rollback", RELEASE, "--namespace", NAMESPACE, "--wait")
+
+
+def _operator_says(cluster: Cluster) -> str:
+    shown = [("get", "pods", "-o", "wide"), ("logs", f"deployment/{RELEASE}", "--tail=15", "--all-containers")]
+    return "\n".join(_try(cluster, *command, f"--namespace={NAMESPACE}") for command in shown)
+
+
+def _try(cluster: Cluster, *command: str) -> str:
+    try:
+        return kubectl(cluster, *command)
+    except Failed as error:
+        return str(error)
 
 
 def uninstall(cluster: Cluster, progress: Progress) -> None:

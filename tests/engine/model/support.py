@@ -63,9 +63,7 @@ class Theirs:
 
     def __init__(self, checkpoint: Path) -> None:
         from transformers import GlmMoeDsaForCausalLM
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         loaded: Any = GlmMoeDsaForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )

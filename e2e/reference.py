@@ -13,9 +13,8 @@ class Reference:
 
         torch.set_num_threads(1)
         self._torch = torch
-        self._model: Any = GlmMoeDsaForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        model: Any = GlmMoeDsaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+        self._model = model.eval()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """`count` token ids after `prompt`, each the argmax of the whole sequence computed anew: no cache to trust."""

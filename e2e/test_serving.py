@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -65,13 +67,16 @@ def test_streamed_tokens_equal_the_oracle_and_the_kv_crossed(
 
 def test_the_openai_client_chats_streamed_and_whole(chat_url: str) -> None:
     client = openai.OpenAI(base_url=f"{chat_url}/v1", api_key="none", max_retries=0)
-    messages = [{"role": "user", "content": "How do I scale decode?"}]
     assert [m.id for m in client.models.list()] == ["glm-5.2"]
-    whole = client.chat.completions.create(model="glm-5.2", messages=messages, max_tokens=16, temperature=0)
-    streamed = client.chat.completions.create(
-        model="glm-5.2", messages=messages, max_tokens=16, temperature=0, stream=True
+    ask: Any = partial(
+        client.chat.completions.create,
+        model="glm-5.2",
+        messages=[{"role": "user", "content": "How do I scale decode?"}],
+        max_tokens=16,
+        temperature=0,
     )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+    whole = ask()
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True) if chunk.choices)
     assert text == whole.choices[0].message.content
     assert whole.choices[0].finish_reason in ("stop", "length")
 

@@ -182,6 +182,7 @@ def test_ownership(meta: dict[str, Any], expected: Ownership) -> None:
     [
         (403, 'pods is forbidden: User "x" cannot patch resource', "Forbidden", False, False),
         (403, "exceeded quota: q, requested: count/statefulsets=1", "QuotaExceeded", False, False),
+        (403, "unable to create new content: namespace ns is being terminated", "NamespaceTerminating", True, False),
         (403, "admission webhook denied", "Forbidden", False, False),
         (422, "updates to statefulset spec are forbidden", "ImmutableField", False, True),
         (422, "spec.ports: Invalid value", "Refused", False, True),

@@ -24,7 +24,7 @@ from tests.operator.builders import pod, resource, router, stateful_set, target
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 LATER = NOW + datetime.timedelta(hours=1)
-STATUS = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+STATUS = jsonschema.Draft4Validator(crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"])
 
 
 def waiting(why: str, text: str = "", /, **last: Any) -> dict[str, Any]:
@@ -186,6 +186,14 @@ READY = (pod("chat-decode-0", ready=True),)
         ),
         pytest.param(workload(stateful_set(2), READY), False, "Draining", id="too many"),
         pytest.param(workload(stateful_set(ready=0), (pod("chat-decode-0"),)), False, "Starting", id="starting"),
+        pytest.param(
+            workload(
+                stateful_set(ready=0), (pod("chat-decode-0", containerStatuses=[{"name": "e", "started": True}]),)
+            ),
+            False,
+            "NotReady",
+            id="started and not ready",
+        ),
         pytest.param(workload(stateful_set(1), READY, wanted=2), False, "Starting", id="too few"),
         pytest.param(workload(stateful_set(0), (), wanted=0), False, "ScaledToZero", id="none wanted"),
         pytest.param(workload(stateful_set(0), (), events=["exceeded quota"]), False, "PodsRefused", id="pods refused"),
@@ -331,7 +339,7 @@ def test_any_cluster_gives_a_status_that_the_schema_takes_and_ready_never_lies(
     )
     chosen = target(decode={"replicas": wanted})
     status = compute(resource(generation=5), chosen, seen, now=NOW)
-    jsonschema.validate(status, STATUS)
+    STATUS.validate(status)
     found = conditions(status)
     assert all(re.fullmatch(r"[A-Za-z]+", c["reason"]) and c["message"] for c in found.values())
     parts = ("ConfigValid", "PrefillReady", "DecodeReady", "RouterReady")

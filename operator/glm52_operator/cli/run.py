@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 
+from glm52_operator import names
 from glm52_operator.reconcile.client import Api
 from glm52_operator.reconcile.operator import Operator
 from glm52_operator.settings import Settings
@@ -14,6 +16,8 @@ from glm52_operator.settings import Settings
 
 def run(arguments: argparse.Namespace) -> int:
     configure_logging(verbose=arguments.verbose)
+    # kopf asks for the user's name, and the uid of a container has no entry in /etc/passwd.
+    os.environ.setdefault("LOGNAME", names.MANAGER)
     settings = Settings(
         engine_image=arguments.engine_image,
         namespaces=tuple(dict.fromkeys(arguments.namespace)),

@@ -29,6 +29,8 @@ def classify(*, code: int, text: str, verb: str, resource: str, kind: str, name:
     if code == 403 and "is forbidden: User" in text:
         remedy = f"Grant the operator's service account the verb {verb!r} on {resource!r} (see the chart's RBAC)."
         return Failure("Forbidden", f"{what}: {text}. {remedy}", kind, name)
+    if code == 403 and "being terminated" in text:
+        return Failure("NamespaceTerminating", f"{what}: {text}.", kind, name, transient=True)
     if code == 403:
         return Failure(
             "Forbidden", f"{what}: {text}. An admission rule or a missing permission refuses it.", kind, name

@@ -42,6 +42,7 @@ class Api:
 
     def __init__(self, client: k8s.ApiClient) -> None:
         self._client = client
+        client.user_agent = names.MANAGER
         self.writes = 0
         """Write requests sent since the start, for tests and metrics."""
 

@@ -70,7 +70,9 @@ def handle(kind: Kind, event: str | None, obj: Any, store: Store, queue: WorkQue
         # Somebody took our labels off: the deployment that lost the object has to know.
         key = owner_key(kind, known) if known is not None else None
     if key is not None:
-        queue.add(key, fresh=kind is DEPLOYMENT_RESOURCE and _edited(known, obj))
+        edited = kind is DEPLOYMENT_RESOURCE and _edited(known, obj)
+        # A child that is gone at last may be what the last pass waited for.
+        queue.add(key, fresh=edited or event == "DELETED")
 
 
 def _edited(known: Any, obj: Any) -> bool:

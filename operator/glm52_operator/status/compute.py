@@ -19,7 +19,7 @@ from glm52_operator.status.workloads import Workload, judge
 _TITLES: dict[names.Component, str] = {"prefill": "prefill replicas", "decode": "decode replicas", "router": "routers"}
 _CONDITIONS: dict[names.Component, str] = {"prefill": "PrefillReady", "decode": "DecodeReady", "router": "RouterReady"}
 _QUIET = {"AllReady", "ScaledToZero"}
-_PASSING = {"Applying", "Starting", "RollingOut", "Draining"}
+_PASSING = {"Applying", "Starting", "NotReady", "RollingOut", "Draining"}
 _BUDGETS = "PodDisruptionBudget"
 
 

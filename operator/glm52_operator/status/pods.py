@@ -35,6 +35,12 @@ def is_ready(pod: Pod) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
 
 
+def has_started(pod: Pod) -> bool:
+    """The startup probe has passed: what is missing is readiness."""
+    containers = pod.get("status", {}).get("containerStatuses", [])
+    return bool(containers) and all(container.get("started") for container in containers)
+
+
 def is_leaving(pod: Pod) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 

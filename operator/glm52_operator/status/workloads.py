@@ -103,7 +103,11 @@ def _moving(workload: Workload, counts: str) -> Verdict | None:
         names = f" ({', '.join(leaving)})" if leaving else ""
         return Verdict(False, "Draining", f"{counts}. Pods that leave finish their requests first{names}.")
     if workload.ready < workload.wanted or exist < workload.wanted:
-        waiting = sorted(pods.name(pod) for pod in workload.pods if not pods.is_ready(pod))
-        names = f": {', '.join(waiting)}" if waiting else ""
+        waiting = sorted((pod for pod in workload.pods if not pods.is_ready(pod)), key=pods.name)
+        started = ", ".join(pods.name(pod) for pod in waiting if pods.has_started(pod))
+        if started:
+            text = f"Pods run, and their readiness probe says no: {started}. See kubectl logs for what they wait for."
+            return Verdict(False, "NotReady", f"{counts}. {text}")
+        names = f": {', '.join(map(pods.name, waiting))}" if waiting else ""
         return Verdict(False, "Starting", f"{counts}. Pods are starting{names}. See kubectl logs for how far they are.")
     return None

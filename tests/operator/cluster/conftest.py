@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 class GivenCluster:
     kubectl: Path
     kubeconfig: Path
+    helm: Path
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +32,13 @@ def cluster() -> Any:
         from e2e.cluster import attach
 
         return attach()
-    binary = os.environ.get("KUBECTL_GLM52") or shutil.which("kubectl")
-    assert binary is not None, "KUBECONFIG_GLM52 is set, but there is no kubectl on the PATH"
-    return GivenCluster(Path(binary), Path(given))
+    return GivenCluster(_program("kubectl"), Path(given), _program("helm"))
+
+
+def _program(name: str) -> Path:
+    found = os.environ.get(f"{name.upper()}_GLM52") or shutil.which(name)
+    assert found is not None, f"KUBECONFIG_GLM52 is set, but there is no {name} on the PATH"
+    return Path(found)
 
 
 Server = Callable[[Object], tuple[bool, str]]

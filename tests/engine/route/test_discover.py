@@ -1,104 +1,143 @@
-"""The watch as it goes over the wire: list, changes, the server's hang-up, a stale version."""
+"""Discovery against a small API server: list, watch, bookmarks, 410, broken connections."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
+import pytest_asyncio
 from aiohttp import web
 from kubernetes.aio import client
 
-from glm52_engine.route.discover import follow
+from glm52_engine.route import discover
+from glm52_engine.route.pools import Pools
 
 
-def slice_of(*addresses: str, version: str) -> dict[str, Any]:
-    return {
-        "metadata": {"name": "s", "namespace": "n", "resourceVersion": version},
-        "addressType": "IPv4",
-        "endpoints": [
-            {"addresses": [a], "conditions": {"ready": True, "serving": True, "terminating": False}} for a in addresses
-        ],
-        "ports": [{"name": "http", "port": 8000}],
-    }
+def piece(version: int, *addresses: str) -> dict[str, Any]:
+    endpoints = [{"addresses": [address], "conditions": {"ready": True}} for address in addresses]
+    metadata = {"name": "chat-decode-x", "resourceVersion": str(version)}
+    return {"metadata": metadata, "endpoints": endpoints, "ports": [{"name": "http", "port": 8000}]}
 
 
 class ApiServer:
-    """Answers lists with the current slice and each watch with the next script of events."""
+    """Lists `now`; a watch sends what is put into `events`: an object, or a way to end."""
 
     def __init__(self) -> None:
-        self.current = slice_of("10.0.0.1", version="5")
-        self.watches: list[list[dict[str, Any]]] = []
-        self.asked: list[dict[str, str]] = []
-        self.hold = asyncio.Event()
+        self.now = piece(5, "10.0.0.1")
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.lists = 0
+        self.watched_from: list[str] = []
+        self.down = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(dict(request.query))
-        if request.query.get("watch") != "true":
-            return web.json_response({"metadata": {"resourceVersion": "5"}, "items": [self.current]})
+        assert request.query["labelSelector"] == "kubernetes.io/service-name=chat-decode"
+        if self.down:
+            return web.json_response({"message": "etcd is away"}, status=503)
+        if request.query.get("watch") != "True" and request.query.get("watch") != "true":
+            self.lists += 1
+            version = self.now["metadata"]["resourceVersion"]
+            return web.json_response({"metadata": {"resourceVersion": version}, "items": [self.now]})
+        self.watched_from.append(request.query["resourceVersion"])
         response = web.StreamResponse()
         await response.prepare(request)
-        if not self.watches:
-            await self.hold.wait()
-            return response
-        for event in self.watches.pop(0):
-            await response.write(json.dumps(event).encode() + b"\n")
-        return response
+        while True:
+            event = await self.events.get()
+            if event == "end":
+                return response
+            if event == "break":
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            line = json.dumps(event).encode() + b"\n"
+            # In two pieces: events need not arrive whole.
+            await response.write(line[:20])
+            await response.write(line[20:])
 
 
-class Recorder:
-    """Pools as the watch sees them."""
+class Following:
+    def __init__(self, server: ApiServer, pools: Pools) -> None:
+        self.server = server
+        self.pools = pools
 
-    def __init__(self) -> None:
-        self.seen: list[frozenset[str]] = []
-        self.changed = asyncio.Event()
+    async def shows(self, *addresses: str) -> None:
+        wanted = {f"http://{address}:8000" for address in addresses}
+        limit = time.monotonic() + 8
+        while self.pools.ready("decode") != wanted:
+            assert time.monotonic() < limit, f"{self.pools.ready('decode')} is not {wanted}"
+            await asyncio.sleep(0.01)
 
-    def update(self, role: str, urls: frozenset[str]) -> None:
-        self.seen.append(frozenset(urls))
-        self.changed.set()
-
-    async def until(self, *addresses: str) -> None:
-        wanted = frozenset(f"http://{a}:8000" for a in addresses)
-        async with asyncio.timeout(10):
-            while not self.seen or self.seen[-1] != wanted:
-                self.changed.clear()
-                await self.changed.wait()
+    async def change(self, kind: str, version: int, *addresses: str) -> None:
+        self.server.now = piece(version, *addresses)
+        await self.server.events.put({"type": kind, "object": self.server.now})
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[tuple[ApiServer, client.ApiClient]]:
-    api = ApiServer()
+@pytest_asyncio.fixture
+async def following() -> AsyncIterator[Following]:
+    server = ApiServer()
     app = web.Application()
-    app.router.add_get("/apis/discovery.k8s.io/v1/namespaces/n/endpointslices", api.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    app.router.add_get("/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices", server.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    configuration = client.Configuration(host=f"http://127.0.0.1:{port}")
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    pools = Pools()
     async with client.ApiClient(configuration) as api_client:
-        yield api, api_client
-    api.hold.set()
+        api = client.DiscoveryV1Api(api_client)
+        task = asyncio.create_task(discover.follow(api, "ns", "chat-decode", "decode", pools, lambda role: None))
+        yield Following(server, pools)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     await runner.cleanup()
 
 
-async def test_changes_arrive_through_hang_ups_and_stale_versions(
-    server: tuple[ApiServer, client.ApiClient],
-) -> None:
-    api, api_client = server
-    api.watches = [
-        [{"type": "MODIFIED", "object": slice_of("10.0.0.1", "10.0.0.2", version="6")}],
-        [{"type": "BOOKMARK", "object": {"kind": "EndpointSlice", "metadata": {"resourceVersion": "9"}}}],
-        [{"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}],
-    ]
-    pools = Recorder()
-    following = asyncio.create_task(follow(api_client, "n", "svc", "decode", pools, lambda role: None))  # type: ignore[arg-type]
-    await pools.until("10.0.0.1", "10.0.0.2")
-    api.current = slice_of("10.0.0.3", version="12")
-    await pools.until("10.0.0.3")
-    following.cancel()
-    versions = [q["resourceVersion"] for q in api.asked if q.get("watch") == "true"][:3]
-    assert versions == ["5", "6", "9"]
-    assert all(q["labelSelector"] == "kubernetes.io/service-name=svc" for q in api.asked)
+async def test_pods_come_and_go(following: Following) -> None:
+    await following.shows("10.0.0.1")
+    await following.change("MODIFIED", 6, "10.0.0.1", "10.0.0.2")
+    await following.shows("10.0.0.1", "10.0.0.2")
+    await following.change("MODIFIED", 7, "10.0.0.2")
+    await following.shows("10.0.0.2")
+    assert following.server.lists == 1
+
+
+async def test_a_watch_that_ends_goes_on_where_it_was(following: Following) -> None:
+    await following.shows("10.0.0.1")
+    await following.change("MODIFIED", 6, "10.0.0.2")
+    await following.server.events.put({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
+    await following.server.events.put("end")
+    await following.change("MODIFIED", 10, "10.0.0.3")
+    await following.shows("10.0.0.3")
+    assert following.server.watched_from == ["5", "9"]
+    assert following.server.lists == 1
+
+
+async def test_a_version_that_is_too_old_means_a_new_list(following: Following) -> None:
+    await following.shows("10.0.0.1")
+    following.server.now = piece(50, "10.0.0.9")
+    await following.server.events.put({"type": "ERROR", "object": {"code": 410, "reason": "Expired"}})
+    await following.shows("10.0.0.9")
+    assert following.server.lists == 2
+
+
+async def test_a_broken_connection_means_a_new_list_and_keeps_the_pods(following: Following) -> None:
+    await following.shows("10.0.0.1")
+    following.server.down = True
+    await following.server.events.put("break")
+    await asyncio.sleep(0.5)
+    await following.shows("10.0.0.1")
+    following.server.now = piece(8, "10.0.0.4")
+    following.server.down = False
+    await following.shows("10.0.0.4")
+
+
+async def test_lines_of_any_length() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in (b'{"a"', b": 1}\n\n", b"x" * 100_000, b"\n{}\nhalf"):
+            yield chunk
+
+    found = [len(line) async for line in discover.lines(chunks())]
+    assert found == [8, 100_000, 2]

@@ -40,7 +40,9 @@ def test_which_endpoints_take_requests(one: dict[str, Any], taken: bool) -> None
             "http://10.0.0.1:81",
             id="the port named http",
         ),
-        pytest.param(piece("a", endpoint("10.0.0.1"), ports=[{"port": 82}]), "http://10.0.0.1:82", id="a nameless port"),
+        pytest.param(
+            piece("a", endpoint("10.0.0.1"), ports=[{"port": 82}]), "http://10.0.0.1:82", id="a nameless port"
+        ),
         pytest.param(piece("a", endpoint("10.0.0.1"), ports=[]), "http://10.0.0.1:8000", id="no port"),
         pytest.param({**piece("a", endpoint("10.0.0.1")), "ports": None}, "http://10.0.0.1:8000", id="null"),
     ],

@@ -20,5 +20,7 @@ print(heavy)
     ids=["router", "drain", "local"],
 )
 def test_light_commands_import_nothing_heavy(module: str) -> None:
-    out = subprocess.run([sys.executable, "-c", LIGHT.format(module=module)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(module=module)], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +84,11 @@ class Deployment:
     async def post(self, path: str, body: Any, *, url: str = "", headers: dict[str, str] | None = None) -> Answer:
         kind: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.session.post((url or self.url) + path, headers=headers or {}, **kind) as response:
-            return Answer(response.status, await response.read(), dict(response.headers))
+            return Answer(
+                response.status,
+                await response.read(),
+                {name.lower(): value for name, value in response.headers.items()},
+            )
 
     async def internal(self, pod: RunningPod, path: str, body: Any) -> Answer:
         return await self.post(f"/internal/v1/{path}", body, url=pod.url, headers=HEADERS)
@@ -98,8 +105,6 @@ class Answer:
     headers: dict[str, str]
 
     def json(self) -> Any:
-        import json
-
         return json.loads(self.raw)
 
 
@@ -109,26 +114,39 @@ class Builder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, session: aiohttp.ClientSession) -> None:
         self._monkeypatch = monkeypatch
         self._tokenizer = tokenizer
-        self._session = session
+        self.session = session
         self._tasks: list[asyncio.Task[int]] = []
         self._processes: list[Process] = []
 
-    async def pod(self, role: Role, engine: FakeEngine, *, window: int = 20, wait: bool = True) -> RunningPod:
-        self._monkeypatch.setattr(process, "load_engine", lambda *args: (engine, self._tokenizer, EngineStopped))
+    async def pod(
+        self, role: Role, engine: FakeEngine, *, window: int = 20, gate: threading.Event | None = None
+    ) -> RunningPod:
+        """A ready pod; with `gate` one that listens and loads until the gate opens."""
+
+        def load(config: EngineConfig, role: Role, on_phase: Callable[[str], None]) -> Any:
+            if gate is not None:
+                on_phase("a phase")
+                gate.wait(20)
+            return engine, self._tokenizer, EngineStopped
+
+        self._monkeypatch.setattr(process, "load_engine", load)
         options = ServeOptions(role=role, config="", token_file="", host="127.0.0.1", port=0, propagation=0)
         running = Process(options, config(window=window), TOKEN, bind("127.0.0.1", 0))
         task = asyncio.create_task(running.run(), name="pod")
         self._processes.append(running)
         self._tasks.append(task)
         pod = RunningPod(role, engine, running, task)
-        if wait:
+        if gate is None:
             await until(f"{role} is ready", lambda: running.pod.loaded is not None or task.done())
+        else:
+            await until(f"{role} listens and loads", lambda: running.life.state.phase == "a phase")
+            await self.answers(pod.url + "/livez")
         return pod
 
     async def deployment(
         self, prefill: Sequence[FakeEngine], decode: Sequence[FakeEngine], *, router: bool = True
     ) -> Deployment:
-        made = Deployment(self._session)
+        made = Deployment(self.session)
         made.prefill = [await self.pod("prefill", engine) for engine in prefill]
         made.decode = [await self.pod("decode", engine) for engine in decode]
         if router:
@@ -140,15 +158,20 @@ class Builder:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         options = RouterOptions("", "", "127.0.0.1", 0, prefill, decode, wait_seconds, propagation=0)
         self._tasks.append(asyncio.create_task(run_router(options, config(), TOKEN, listener)))
-        limit = time.monotonic() + 10
-        while wait:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with self._session.get(url + "/readyz") as response:
-                    if response.status == 200:
-                        break
-            assert time.monotonic() < limit, "the router is not ready"
-            await asyncio.sleep(0.02)
+        if wait:
+            await self.answers(url + "/readyz")
         return url
+
+    async def answers(self, url: str) -> None:
+        """Waits until a GET is answered with 200."""
+        limit = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self.session.get(url) as response:
+                    if response.status == 200:
+                        return
+            assert time.monotonic() < limit, f"no 200 from {url}"
+            await asyncio.sleep(0.02)
 
     async def end(self) -> None:
         for running in self._processes:
@@ -169,3 +192,41 @@ async def builder(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> AsyncIte
             yield made
         finally:
             await made.end()
+
+
+PROMPT = list(b"a prompt of some length")
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, **more}
+
+
+def events(raw: bytes) -> list[Any]:
+    """The data of each server-sent event; [DONE] as bytes."""
+    lines = [line for line in raw.split(b"\n\n") if line]
+    assert all(line.startswith(b"data: ") for line in lines), raw
+    return [line[6:] if line[6:] == b"[DONE]" else json.loads(line[6:]) for line in lines]
+
+
+async def state(made: Deployment, url: str) -> dict[str, Any]:
+    async with made.session.get(url + "/internal/v1/state", headers=HEADERS) as response:
+        assert response.status == 200
+        found: dict[str, Any] = await response.json()
+        return found
+
+
+class Handoff:
+    """A prefill done by hand, to be used wrongly."""
+
+    def __init__(self, made: Deployment) -> None:
+        self.made = made
+
+    async def prefill(self, **more: Any) -> dict[str, Any]:
+        call = {"id": uuid.uuid4().hex, "endpoint": "completions", "body": body(**more)}
+        answer = await self.made.internal(self.made.prefill[0], "prefill", call)
+        assert answer.status == 200, answer.raw
+        return {**answer.json(), **call}
+
+    async def decode(self, call: dict[str, Any]) -> Any:
+        answer = await self.made.internal(self.made.decode[0], "decode", call)
+        return answer.status, answer.json()

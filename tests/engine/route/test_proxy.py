@@ -1,0 +1,174 @@
+"""The router before engine pods that fail in every way; the good ones have real NIXL and a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder, events, until
+from tests.engine.serve.fakes import FakeEngine, expected_text
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@pytest_asyncio.fixture
+async def build(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> AsyncIterator[Builder]:
+    async with builder(monkeypatch, tiny_checkpoint) as made:
+        yield made
+
+
+class BadPod:
+    """Ready, and then does `handler` to every call."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.calls: list[str] = []
+        self.handler = handler
+        self.url = ""
+
+    async def start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_post("/internal/v1/{call:.*}", self._call)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        self.calls.append(request.match_info["call"])
+        return await self.handler(request)
+
+
+Bad = Callable[[Handler], Awaitable[BadPod]]
+
+
+@pytest_asyncio.fixture
+async def bad() -> AsyncIterator[Bad]:
+    runners: list[web.AppRunner] = []
+
+    async def make(handler: Handler) -> BadPod:
+        pod = BadPod(handler)
+        runners.append(await pod.start())
+        return pod
+
+    yield make
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def busy(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "draining", "code": "not_ready"}}, status=503)
+
+
+async def broken(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def refuses(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no", "type": "x", "param": "p", "code": None}}, status=400)
+
+
+async def bad_gateway(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no KV", "code": "kv_transfer_failed"}}, status=502)
+
+
+async def half_a_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b'data: {"choices": [')
+    await asyncio.sleep(0.05)
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def ask(made: Deployment, count: int = 1, **more: Any) -> list[Any]:
+    answers = await asyncio.gather(*(made.post("/v1/completions", body(**more)) for _ in range(count)))
+    return [(a.status, a.json()["choices"][0]["text"] if a.status == 200 else a.json()["error"]) for a in answers]
+
+
+GOOD = (200, expected_text(PROMPT, 12))
+
+
+@pytest.mark.parametrize("handler", [busy, broken], ids=lambda handler: handler.__name__)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_pod_that_fails_before_its_answer_is_replaced_by_another(
+    build: Builder, bad: Bad, handler: Handler, role: str
+) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine()], router=False)
+    pod = await bad(handler)
+    urls = {"prefill": [made.prefill[0].url], "decode": [made.decode[0].url]}
+    urls[role].append(pod.url)
+    made.url = await build.router(urls["prefill"], urls["decode"])
+    assert await ask(made, 6) == [GOOD] * 6
+    assert pod.calls
+    await made.idle()
+
+
+async def test_a_failed_hand_off_starts_again_from_the_prompt(build: Builder, bad: Bad) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine()], router=False)
+    pod = await bad(bad_gateway)
+    made.url = await build.router([made.prefill[0].url], [made.decode[0].url, pod.url])
+    assert await ask(made, 4) == [GOOD] * 4
+    await made.idle()
+
+
+async def test_a_refusal_is_handed_on_and_not_repeated(build: Builder, bad: Bad) -> None:
+    pod, idle = await bad(refuses), await bad(broken)
+    made = Deployment(build.session, url=await build.router([pod.url], [idle.url]))
+    assert await ask(made) == [(400, {"message": "no", "type": "x", "param": "p", "code": None})]
+    assert (pod.calls.count("prefill"), idle.calls) == (1, [])
+
+
+async def test_when_nobody_works_the_client_is_told_in_bounded_time(build: Builder, bad: Bad) -> None:
+    pod, other = await bad(busy), await bad(busy)
+    made = Deployment(build.session, url=await build.router([pod.url], [other.url]))
+    began = time.monotonic()
+    answer = await made.post("/v1/completions", body(stream=True))
+    assert (answer.status, answer.headers["retry-after"]) == (503, "2")
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert pod.calls.count("prefill") == 3
+    assert time.monotonic() - began < 10
+
+
+async def test_without_a_ready_pod_a_request_waits_for_one_and_then_gives_up(build: Builder) -> None:
+    url = await build.router(["http://127.0.0.1:9"], ["http://127.0.0.1:9"], wait_seconds=0.3, wait=False)
+    await build.answers(url + "/livez")
+    made = Deployment(build.session, url=url)
+    assert [(status, error["code"]) for status, error in await ask(made)] == [(503, "no_prefill_pod")]
+
+
+async def test_a_stream_that_is_cut_ends_with_an_error_and_without_done(build: Builder, bad: Bad) -> None:
+    made = await build.deployment([FakeEngine()], [], router=False)
+    pod = await bad(half_a_stream)
+    made.url = await build.router([made.prefill[0].url], [pod.url])
+    answer = await made.post("/v1/completions", body(stream=True))
+    assert answer.status == 200
+    assert answer.raw.startswith(b'data: {"choices": [\n\ndata: {"error"')
+    assert b"[DONE]" not in answer.raw
+    assert b"decode_lost" in answer.raw
+
+
+async def test_a_draining_pod_gets_no_new_requests_and_its_streams_finish(build: Builder) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine(step_seconds=0.05), FakeEngine(step_seconds=0.05)])
+    streams = [asyncio.create_task(made.post("/v1/completions", body(max_tokens=40, stream=True))) for _ in range(2)]
+    await until("both decode", lambda: all(pod.engine.decoded for pod in made.decode))
+    ending = asyncio.create_task(made.decode[0].end())
+    seen = len(made.decode[0].engine.decoded)
+    assert await ask(made, 3) == [GOOD] * 3
+    assert len(made.decode[0].engine.decoded) == seen
+    assert [events((await stream).raw)[-1] for stream in streams] == [b"[DONE]"] * 2
+    assert await ending == 0

@@ -1,0 +1,170 @@
+"""Lives of pods: what is computed where, who frees what, how a process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from glm52_engine.config import EXIT_CODES as CODES
+from glm52_engine.config import Outcome
+from tests.engine.serve.deployment import PROMPT, Builder, Deployment, Handoff, body, events, state, until
+from tests.engine.serve.fakes import FakeEngine, expected_text
+
+
+async def one(build: Builder, prefill: FakeEngine | None = None, decode: FakeEngine | None = None) -> Deployment:
+    return await build.deployment([prefill or FakeEngine()], [decode or FakeEngine()])
+
+
+async def test_a_completion_is_computed_once_and_its_kv_crosses(build: Builder) -> None:
+    made = await one(build)
+    answer = await made.post("/v1/completions", body(return_token_ids=True))
+    assert answer.status == 200, answer.raw
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == expected_text(PROMPT, 12)
+    assert choice["token_ids"] == list(choice["text"].encode())
+    assert (choice["finish_reason"], choice["index"]) == ("length", 0)
+    assert answer.json()["usage"] == {"prompt_tokens": 23, "completion_tokens": 12, "total_tokens": 35}
+    assert answer.json()["id"] == answer.headers["x-request-id"]
+    await made.idle()
+    prefill, decode = [await state(made, pod.url) for pod in made.pods]
+    blocks = -(-len(PROMPT) // 4)
+    assert prefill["prompt_tokens_computed"] == 23
+    assert decode["prompt_tokens_computed"] == 0
+    assert prefill["kv_bytes_out"] == decode["kv_bytes_in"] == blocks * 256
+    assert (prefill["kv_handed_over"], decode["kv_pulls"]) == (1, 1)
+
+
+async def test_one_token_needs_no_hand_off(build: Builder) -> None:
+    made = await one(build)
+    answer = await made.post("/v1/completions", body(max_tokens=1))
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 1
+    await made.idle()
+    assert made.decode[0].engine.decoded == []
+    assert made.prefill[0].process.pod.counters.given_up == 0
+
+
+async def test_a_stop_string_in_the_first_token_gives_the_kv_back_unread(build: Builder) -> None:
+    made = await one(build)
+    answer = await made.post("/v1/completions", body(stop=expected_text(PROMPT, 1)))
+    assert answer.json()["choices"][0] == {"index": 0, "finish_reason": "stop", "logprobs": None, "text": ""}
+    await made.idle()
+    assert made.decode[0].engine.decoded == []
+    assert made.prefill[0].process.pod.counters.given_up == 1
+
+
+async def test_the_end_token_ends_the_text(build: Builder) -> None:
+    made = await one(build, FakeEngine(ends_after=4), FakeEngine(ends_after=4))
+    choice = (await made.post("/v1/completions", body())).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (expected_text(PROMPT, 4), "stop")
+    ignored = (await made.post("/v1/completions", body(ignore_eos=True))).json()["choices"][0]
+    assert (ignored["text"], ignored["finish_reason"]) == (expected_text(PROMPT, 12), "length")
+
+
+async def test_many_at_once_wait_for_blocks_and_none_gets_anothers_text(build: Builder) -> None:
+    made = await one(build, FakeEngine(num_blocks=24), FakeEngine(num_blocks=24))
+    prompts = [[*PROMPT, *range(97, 97 + n)] for n in range(12)]
+    answers = await asyncio.gather(*(made.post("/v1/completions", body(prompt=prompt)) for prompt in prompts))
+    assert [a.json()["choices"][0]["text"] for a in answers] == [expected_text(prompt, 12) for prompt in prompts]
+    await made.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_everything(build: Builder, stream: bool) -> None:
+    made = await one(build, None, FakeEngine(step_seconds=0.05))
+    request = asyncio.create_task(made.post("/v1/completions", body(max_tokens=90, stream=stream)))
+    await until("decode runs", lambda: bool(made.decode[0].engine.decoded))
+    request.cancel()
+    await asyncio.wait_for(made.idle(), 3)
+    assert made.decode[0].engine.generated < 80
+
+
+async def test_a_client_that_goes_away_during_prefill_or_in_the_queue_frees_everything(build: Builder) -> None:
+    made = await one(build, FakeEngine(step_seconds=0.5), FakeEngine(num_blocks=1))
+    for wait_for in (lambda: made.prefill[0].free < 64, lambda: made.decode[0].engine.stats().waiting > 0):
+        request = asyncio.create_task(made.post("/v1/completions", body(max_tokens=20)))
+        made.decode[0].engine.num_blocks = 64
+        await until("the request is there", wait_for)
+        request.cancel()
+        made.decode[0].engine.num_blocks = 1
+        await asyncio.wait_for(made.idle(), 5)
+
+
+async def test_a_lease_that_nobody_uses_ends(build: Builder) -> None:
+    hand = Handoff(await one(build))
+    pod = hand.made.prefill[0].process.pod
+    assert pod.loaded is not None
+    pod.loaded.holder.table.seconds = 0.2
+    await hand.prefill()
+    assert len(pod.loaded.holder) == 1
+    await asyncio.wait_for(hand.made.idle(), 5)
+    assert pod.counters.expired == 1
+
+
+async def test_a_pod_answers_its_probes_while_it_loads(build: Builder) -> None:
+    gate = threading.Event()
+    pod = await build.pod("decode", FakeEngine(), gate=gate)
+
+    async def ask(path: str) -> tuple[int, Any]:
+        async with build.session.get(pod.url + path) as response:
+            return response.status, await response.json()
+
+    assert (await ask("/livez"))[0] == 200
+    assert await ask("/startupz") == (503, {"status": "starting", "phase": "a phase"})
+    assert (await ask("/readyz"))[1]["reason"] == "starting: a phase"
+    gate.set()
+    await until("it is ready", lambda: pod.process.pod.loaded is not None)
+    assert (await ask("/startupz"))[0] == (await ask("/readyz"))[0] == 200
+
+
+async def test_term_ends_an_idle_pod_at_once_with_exit_code_0(build: Builder) -> None:
+    made = await build.deployment([FakeEngine()], [], router=False)
+    assert await made.prefill[0].end() == 0
+
+
+async def test_term_lets_running_streams_finish(build: Builder) -> None:
+    made = await one(build, None, FakeEngine(step_seconds=0.05))
+    request = asyncio.create_task(made.post("/v1/completions", body(max_tokens=30, stream=True)))
+    await until("decode runs", lambda: bool(made.decode[0].engine.decoded))
+    assert await made.decode[0].end() == 0
+    assert events((await request).raw)[-1] == b"[DONE]"
+
+
+async def test_prefill_waits_for_the_peer_that_still_needs_its_kv(build: Builder) -> None:
+    hand = Handoff(await one(build))
+    call = await hand.prefill()
+    hand.made.prefill[0].process.terminate("TERM")
+    await asyncio.sleep(0.1)
+    assert not hand.made.prefill[0].task.done()
+    assert (await hand.decode(call))[0] == 200
+    assert await asyncio.wait_for(hand.made.prefill[0].task, 5) == 0
+
+
+async def test_when_the_window_is_over_a_stream_ends_with_an_error(build: Builder) -> None:
+    made = Deployment(build.session)
+    made.prefill = [await build.pod("prefill", FakeEngine())]
+    made.decode = [await build.pod("decode", FakeEngine(step_seconds=0.1), window=1)]
+    made.url = await build.router([made.prefill[0].url], [made.decode[0].url])
+    request = asyncio.create_task(made.post("/v1/completions", body(max_tokens=90, stream=True)))
+    await until("decode runs", lambda: bool(made.decode[0].engine.decoded))
+    assert await made.decode[0].end() == CODES[Outcome.DRAIN_TIMED_OUT]
+    *chunks, last = events((await request).raw)
+    assert last["error"]["code"] == "aborted"
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+
+async def test_a_failed_rank_ends_the_process_as_crashed(build: Builder) -> None:
+    engine = FakeEngine()
+    pod = await build.pod("decode", engine)
+    engine.broken = RuntimeError("the rank died")
+    assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
+
+
+async def test_a_stalled_step_ends_the_process_as_wedged(build: Builder) -> None:
+    engine = FakeEngine()
+    pod = await build.pod("decode", engine)
+    engine.stuck = 61.0
+    assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.WEDGED]

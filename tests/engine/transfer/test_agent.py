@@ -1,0 +1,142 @@
+"""Real NIXL between two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from glm52_engine.transfer.agent import Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.peers import AgentCard
+from tests.engine.serve.fakes import FakePool
+
+BLOCKS = 64
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Remote:
+    def __init__(self, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.transfer.peer", name, str(BLOCKS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'engine'}:{ROOT}"},
+        )
+        self.peer = AgentCard.model_validate_json(self.line("CARD ")).peer()
+
+    def line(self, start: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line[len(start) :]
+        raise AssertionError(f"the peer ended without {start}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def remotes() -> Iterator[list[Remote]]:
+    made: list[Remote] = []
+    yield made
+    for remote in made:
+        remote.end()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def local() -> AsyncIterator[tuple[TransferAgent, FakePool]]:
+    pool = FakePool(BLOCKS)
+    agent = TransferAgent("decode/1", [pool], on_notice=lambda notice: None, expects=lambda: 0)
+    await asyncio.to_thread(agent.start)
+    yield agent, pool
+    agent.close()
+
+
+def pull(peer: Peer, remote: list[int], local: list[int], rank: int = 0) -> Pull:
+    return Pull(peer, rank, remote, 0, local, b"got it")
+
+
+def block(number: int, size: int) -> bytes:
+    return bytes(i * 7 % 251 for i in range(number * size, (number + 1) * size))
+
+
+async def test_the_right_bytes_arrive_are_counted_and_announced(
+    local: tuple[TransferAgent, FakePool], remotes: list[Remote]
+) -> None:
+    agent, pool = local
+    remotes.append(Remote("prefill/1"))
+    theirs, ours = [5, 6, 7, 3, 60], [10, 11, 12, 40, 0]
+    size = await agent.pull(pull(remotes[0].peer, theirs, ours))
+    assert size == 5 * pool.block_bytes
+    for their, our in zip(theirs, ours, strict=True):
+        at = our * pool.block_bytes
+        assert bytes(pool.tensor.bytes[at : at + pool.block_bytes]) == block(their, pool.block_bytes)
+    assert await asyncio.to_thread(remotes[0].line, "NOTICE ") == "got it\n"
+
+
+@pytest.mark.parametrize(
+    ("remote", "ours", "rank"),
+    [([BLOCKS], [0], 0), ([-1], [0], 0), ([0], [BLOCKS], 0), ([0, 1], [0], 0), ([0], [0], 1)],
+)
+async def test_blocks_that_do_not_exist_are_refused(
+    local: tuple[TransferAgent, FakePool], remotes: list[Remote], remote: list[int], ours: list[int], rank: int
+) -> None:
+    with pytest.raises(TransferError):
+        await local[0].pull(pull(remotes[0].peer, remote, ours, rank))
+
+
+async def test_metadata_that_is_none_is_refused(local: tuple[TransferAgent, FakePool], remotes: list[Remote]) -> None:
+    with pytest.raises(TransferError, match="cannot read from nobody"):
+        await local[0].pull(pull(Peer("nobody", b"nonsense", remotes[0].peer.regions), [0], [0]))
+
+
+async def test_a_frozen_peer_ends_at_the_deadline_and_a_dead_one_at_once(
+    local: tuple[TransferAgent, FakePool], remotes: list[Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, _ = local
+    os.kill(remotes[0].process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    # Shared-memory transports read a frozen process without its help: only a remote one needs it.
+    with contextlib.suppress(TransferError):
+        await agent.pull(pull(remotes[0].peer, list(range(BLOCKS)), list(range(BLOCKS))), seconds=1)
+    assert time.monotonic() - began < 5
+    os.kill(remotes[0].process.pid, signal.SIGKILL)
+    remotes[0].process.wait()
+    with pytest.raises(TransferError, match="prefill/1"):
+        await agent.pull(pull(remotes[0].peer, [0], [0]), seconds=5)
+
+
+async def test_its_successor_is_another_agent_and_works(
+    local: tuple[TransferAgent, FakePool], remotes: list[Remote]
+) -> None:
+    agent, pool = local
+    remotes.append(Remote("prefill/2"))
+    assert await agent.pull(pull(remotes[1].peer, [1], [2])) == pool.block_bytes
+    at = 2 * pool.block_bytes
+    assert bytes(pool.tensor.bytes[at : at + pool.block_bytes]) == block(1, pool.block_bytes)
+
+
+async def test_a_cancelled_pull_is_over_when_the_cancellation_arrives(
+    local: tuple[TransferAgent, FakePool], remotes: list[Remote]
+) -> None:
+    agent, _ = local
+    task = asyncio.create_task(agent.pull(pull(remotes[1].peer, list(range(BLOCKS)), list(range(BLOCKS)))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+    assert await agent.pull(pull(remotes[1].peer, [0], [0])) > 0

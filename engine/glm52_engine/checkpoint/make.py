@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
-from glm52_engine.checkpoint.tensors import expected_tensors
-from glm52_engine.config import ConfigError
-from glm52_engine.tokenizer.assets import (
+from glm52_engine.checkpoint.assets import (
     CHAT_TEMPLATE,
     EOS_TOKENS,
     SPECIAL_TOKENS,
     tokenizer_config,
     tokenizer_json,
 )
+from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
+from glm52_engine.checkpoint.tensors import expected_tensors
+from glm52_engine.config import ConfigError
 
 _SEED = 5_2
 _FIRST_SPECIAL = 256

@@ -43,14 +43,18 @@ def select_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     rows, length = scores.shape
     k = min(k, length)
     threshold = scores.topk(k, dim=1).values[:, -1:]
-    better = scores > threshold
-    tied = (scores == threshold) & (threshold != -torch.inf)
-    room = k - better.sum(dim=1, keepdim=True)
-    chosen = better | (tied & (tied.cumsum(dim=1) <= room))
+    chosen = scores >= threshold
+    # A row with less than k to see has the threshold -inf: what it must not look at ties with it.
+    chosen &= scores != -torch.inf
+    if (chosen.sum(dim=1) > k).any():
+        better = scores > threshold
+        tied = chosen & ~better
+        chosen = better | (tied & (tied.cumsum(dim=1) <= k - better.sum(dim=1, keepdim=True)))
     row, position = chosen.nonzero(as_tuple=True)
-    rank = (chosen.cumsum(dim=1) - 1)[row, position]
+    counts = chosen.sum(dim=1)
+    first = counts.cumsum(dim=0) - counts
     selected = torch.full((rows, k), -1, dtype=torch.int64)
-    selected[row, rank] = position
+    selected[row, torch.arange(len(row)) - first[row]] = position
     return selected
 
 

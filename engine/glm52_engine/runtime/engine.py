@@ -20,9 +20,10 @@ from glm52_engine.kv.pools import Pool
 from glm52_engine.model import Model
 from glm52_engine.runtime.load import load_parts
 from glm52_engine.runtime.rank import Event, Rank, Running, StepLimits
+from glm52_engine.runtime.requests import check_request
 from glm52_engine.runtime.stream import TokenStream
 from glm52_engine.runtime.types import Blocks, Engine, KvPool, Prefilled, Request, RequestError, Stats, Token
-from glm52_engine.schedule import Admission, Grant, Limits, blocks_for, check_request
+from glm52_engine.schedule import Admission, Grant, Limits, blocks_for
 
 State = Literal["waiting", "computing", "held", "decoding"]
 

@@ -1,6 +1,6 @@
 """Decisions of the engine, as pure functions and plain books."""
 
-from glm52_engine.schedule.admission import Admission, Grant, Limits, blocks_for, check_request
+from glm52_engine.schedule.admission import Admission, Grant, Limits, blocks_for
 from glm52_engine.schedule.plan import Pending, Planned, plan_step
 
-__all__ = ["Admission", "Grant", "Limits", "Pending", "Planned", "blocks_for", "check_request", "plan_step"]
+__all__ = ["Admission", "Grant", "Limits", "Pending", "Planned", "blocks_for", "plan_step"]

@@ -13,7 +13,6 @@ import jinja2.sandbox
 import tokenizers
 
 from glm52_engine.config import ConfigError
-from glm52_engine.tokenizer.assets import byte_alphabet
 
 
 class TemplateError(ValueError):
@@ -141,13 +140,20 @@ def decodable_bound(checkpoint: Path) -> int:
 
 def _token_bytes(raw: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[dict[int, bytes], frozenset[int]]:
     """The bytes of every id: added tokens stand for their own text, the others are spelt in the byte alphabet."""
-    to_byte = {character: byte for byte, character in byte_alphabet().items()}
+    to_byte = _byte_of_character()
     added = raw.get_added_tokens_decoder()
     table = {
         token: text.encode() if token in added else bytes(to_byte[character] for character in text)
         for text, token in vocab.items()
     }
     return table, frozenset(token for token, entry in added.items() if entry.special)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level vocabularies spell printable Latin-1 bytes as themselves, the rest from U+0100 on in byte order."""
+    visible = {byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)}
+    hidden = (byte for byte in range(256) if byte not in visible)
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
 
 
 def _check_byte_level(path: Path, text: str) -> None:

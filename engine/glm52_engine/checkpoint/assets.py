@@ -85,7 +85,7 @@ _SPLIT = (
 )
 
 
-def byte_alphabet() -> dict[int, str]:
+def _byte_alphabet() -> dict[int, str]:
     """The character that stands for each byte in a byte-level vocabulary: itself where it is printable Latin-1."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -94,7 +94,7 @@ def byte_alphabet() -> dict[int, str]:
 
 def tokenizer_json() -> dict[str, Any]:
     """A `tokenizer.json` whose vocabulary is the 256 bytes (id = byte) and the special tokens behind them."""
-    alphabet = byte_alphabet()
+    alphabet = _byte_alphabet()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",

@@ -1,0 +1,128 @@
+"""What kind, containerd and dockerd are told, and that old kernels' crutches fall away on new ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from e2e.cluster import daemon, kind, nodeimage, tour
+from e2e.cluster.lifecycle import Cluster
+from e2e.cluster.machine import Facts, Way
+from e2e.cluster.network import Addresses
+from e2e.cluster.paths import Paths
+from e2e.cluster.progress import Progress
+from e2e.cluster.shell import together
+
+MODERN = Facts(
+    system="Linux", machine="x86_64", root=True, docker_answers=False, dockerd=True, apt=True,
+    foreign_docker=False, sys_resource=True, cgroup_v2=True,
+)  # fmt: skip
+BOUND = replace(MODERN, sys_resource=False, cgroup_v2=False)
+ADDRESSES = Addresses("10.248.0.0/14")
+PATHS = Paths(Path("/c"))
+
+
+def test_three_nodes_reachable_from_this_machine_only() -> None:
+    config = kind.configuration(ADDRESSES, MODERN, Way("private", "built"), PATHS)
+    assert [node["role"] for node in config["nodes"]] == ["control-plane", "worker", "worker"]
+    assert config["networking"]["apiServerAddress"] == "127.0.0.1"
+    ports = config["nodes"][0]["extraPortMappings"]
+    assert {port["listenAddress"] for port in ports} == {"127.0.0.1"}
+    assert [port["hostPort"] for port in ports] == [30080, 30081, 30082, 30083]
+
+
+def test_every_built_node_sees_the_store_and_cannot_write_it() -> None:
+    config = kind.configuration(ADDRESSES, MODERN, Way("private", "built"), PATHS)
+    for node in config["nodes"]:
+        assert node["extraMounts"] == [{"hostPath": "/c/store", "containerPath": "/kind/store", "readOnly": True}]
+
+
+def test_a_published_node_image_is_left_as_it_is() -> None:
+    config = kind.configuration(ADDRESSES, MODERN, Way("yours", "published"), PATHS)
+    assert config["kubeadmConfigPatches"] == []
+    assert "extraMounts" not in config["nodes"][1]
+
+
+def test_cgroup_v1_is_allowed_only_where_there_is_nothing_else() -> None:
+    patches = kind.configuration(ADDRESSES, BOUND, Way("private", "built"), PATHS)["kubeadmConfigPatches"]
+    assert {"kind": "KubeletConfiguration", "failCgroupV1": False} in [yaml.safe_load(patch) for patch in patches]
+    assert "--fail-cgroupv1=false" in nodeimage.kubelet_arguments(BOUND)
+    modern = kind.configuration(ADDRESSES, MODERN, Way("private", "built"), PATHS)["kubeadmConfigPatches"]
+    assert not any("failCgroupV1" in patch for patch in modern)
+    assert "cgroupv1" not in nodeimage.kubelet_arguments(MODERN)
+
+
+def test_the_softened_runtime_stands_in_only_where_the_capability_is_missing() -> None:
+    assert daemon.configuration(PATHS, ADDRESSES, BOUND)["default-runtime"] == "softened"
+    assert "default-runtime" not in daemon.configuration(PATHS, ADDRESSES, MODERN)
+    assert "restrict_oom_score_adj = true" in nodeimage.containerd_config(BOUND)
+    assert "restrict_oom_score_adj = false" in nodeimage.containerd_config(MODERN)
+
+
+def test_the_private_daemon_shares_nothing_with_another() -> None:
+    config = daemon.configuration(PATHS, ADDRESSES, MODERN)
+    for place in ("data-root", "exec-root", "pidfile"):
+        assert config[place].startswith("/c/state/docker/")
+    assert config["hosts"] == ["unix:///c/state/docker/docker.sock"]
+    assert (config["bridge"], config["cgroup-parent"]) == ("glm52-docker0", "/glm52")
+
+
+def test_the_chart_is_given_the_images_by_name_and_tag() -> None:
+    values = tour.chart_values({"operator": "localhost:5000/glm52-operator:0.1.0-ab", "engine": "localhost/e:1"})
+    assert values[1::2] == [
+        "image.repository=localhost:5000/glm52-operator",
+        "image.tag=0.1.0-ab",
+        "image.pullPolicy=IfNotPresent",
+        "engineImage=localhost/e:1",
+    ]
+
+
+def test_streamed_pieces() -> None:
+    lines = [
+        b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n', b"\n", b": ping\n",
+        b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n', b'data: {"choices": [], "usage": {}}\n',
+        b"data: [DONE]\n",
+    ]  # fmt: skip
+    assert "".join(tour.pieces(lines)) == "Hi"
+
+
+def test_next_steps_name_the_kubeconfig() -> None:
+    cluster = Cluster(Path("/k/config"), Path("/k/kubectl"), Path("/k/helm"), {})
+    text = tour.next_steps(cluster, "http://127.0.0.1:30080")
+    for line in (
+        "export KUBECONFIG=/k/config",
+        "get glm52 -w",
+        "scale glm52 tiny --replicas=2",
+        "curl http://127.0.0.1:30080/v1",
+    ):
+        assert line in text
+
+
+def test_progress_tells_time_and_shows_signs_of_life() -> None:
+    now = [0.0]
+    lines: list[str] = []
+    progress = Progress(lines.append, lambda: now[0])
+    with progress.phase("build") as phase:
+        phase.note("package 7")
+        now[0] = 20.0
+        progress.beat()
+        progress.beat()
+    assert lines == ["[   0.0s] build …", "[  20.0s] build … 20 s: package 7", "[  20.0s] build: done in 20.0 s"]
+
+
+def test_jobs_side_by_side_all_end_before_the_first_error_is_raised() -> None:
+    ended: list[str] = []
+
+    def good() -> None:
+        ended.append("good")
+
+    def bad() -> None:
+        raise KeyError("bad")
+
+    try:
+        together(bad, good)
+    except KeyError:
+        ended.append("raised")
+    assert ended == ["good", "raised"]

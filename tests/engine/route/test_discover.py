@@ -87,8 +87,7 @@ async def following() -> AsyncIterator[Following]:
     configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
     pools = Pools()
     async with client.ApiClient(configuration) as api_client:
-        api = client.DiscoveryV1Api(api_client)
-        task = asyncio.create_task(discover.follow(api, "ns", "chat-decode", "decode", pools, lambda role: None))
+        task = asyncio.create_task(discover.follow(api_client, "ns", "chat-decode", "decode", pools, lambda role: None))
         yield Following(server, pools)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

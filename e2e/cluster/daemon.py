@@ -13,7 +13,7 @@ from typing import Any
 
 from e2e.cluster import debian, network, processes
 from e2e.cluster.docker import Docker
-from e2e.cluster.errors import Failed
+from e2e.cluster.errors import Failed, Refused
 from e2e.cluster.machine import Facts
 from e2e.cluster.mounts import unmount_below
 from e2e.cluster.network import Addresses
@@ -37,6 +37,23 @@ def install(phase: Phase, private: bool) -> None:
     missing = sorted({package for program, package in wanted.items() if shutil.which(program) is None})
     if missing:
         debian.install(missing, phase)
+
+
+def refuse_second(paths: Paths) -> None:
+    """Two clusters of this project would share ports, bridges and cgroup, and each would sweep the other away."""
+    for pid in processes.everyone():
+        other = foreign_cache(processes.command_line(pid), paths)
+        if other is not None:
+            raise Refused(f"A cluster runs from another cache: use it, or end it with GLM52_CACHE={other} make down.")
+
+
+def foreign_cache(command: str, paths: Paths) -> Path | None:
+    """The cache of a private daemon that is not the one of `paths`, if that command line is of one."""
+    program, _, file = command.partition(" --config-file ")
+    if os.path.basename(program) != "dockerd" or not file.endswith("/state/docker/daemon.json"):
+        return None
+    cache = Path(file).parents[2]
+    return None if cache == paths.cache else cache
 
 
 def configuration(paths: Paths, addresses: Addresses, facts: Facts) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from e2e.cluster.containerfile import Containerfile
-from e2e.cluster.paths import Paths, digest, fresh
+from e2e.cluster.paths import Paths, digest, discard, fresh
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 NODE_STORE = "/kind/store"  # where a node sees Paths.store
+UNUSED_DAYS = 14
 LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -53,6 +54,7 @@ def layer(name: str, paths: Paths, fill: Callable[[Path], None]) -> Layer:
             fill(root)
             diff_id, size = measure(root)
             (part / "layer.json").write_text(json.dumps({"diff_id": diff_id, "size": size}))
+    os.utime(folder)  # `prune` goes by the last use
     stored = json.loads(facts.read_text())
     return Layer(name, stored["diff_id"], stored["size"])
 
@@ -179,7 +181,17 @@ def bundle(images: Sequence[Image], paths: Paths) -> str:
                 for name, raw in blobs.items():
                     _add(tar, f"blobs/sha256/{name}", raw)
             (part / "snapshots").write_text("".join(" ".join(row) + "\n" for row in rows))
+    os.utime(paths.store / folder)
     return folder
+
+
+def prune(paths: Paths, now: float) -> list[str]:
+    """Delete layers and bundles that no run used for a while. Only while there is no node: a running one uses them in place."""
+    old = [each for kind in ("layers", "bundles") for each in (paths.store / kind).glob("*")
+           if now - each.stat().st_mtime > UNUSED_DAYS * 86400]  # fmt: skip
+    for each in old:
+        discard(each)
+    return sorted(each.name for each in old)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from e2e.cluster.kind import (
     wait_until_usable,
     when_containerd_answers,
 )
+from e2e.cluster.layers import prune
 from e2e.cluster.machine import Facts, Way
 from e2e.cluster.paths import Paths, digest, discard, find, sweep, write_atomically
 from e2e.cluster.progress import Progress
@@ -95,6 +97,8 @@ def ensure(progress: Progress | None = None, env: Mapping[str, str] = os.environ
         return _given(env, paths, progress)
     facts = machine.probe()
     way = machine.decide(facts, _published_image_is_to_be_had(facts, env))
+    if way.docker == "private":
+        daemon.refuse_second(paths)
     with locked(paths):
         sweep(paths)
         return _up(paths, facts, way, env, progress)
@@ -166,6 +170,7 @@ def _up(paths: Paths, facts: Facts, way: Way, env: Mapping[str, str], progress: 
     else:
         paths.record.unlink(missing_ok=True)
         _delete_nodes(docker)
+        prune(paths, time.time())
         make_network(docker, addresses)
         if facts.root:
             network.close(addresses, [network.NODE_BRIDGE, *([network.DOCKER_BRIDGE] if private else [])])

@@ -22,7 +22,7 @@ def command_line(pid: int) -> str:
 
 def mentioning(folder: Path) -> list[int]:
     """Docker's processes (dockerd, containerd, its shims) whose command line names a file below the folder."""
-    return [pid for pid in _all() if pid != os.getpid() and belongs(command_line(pid), folder)]
+    return [pid for pid in everyone() if pid != os.getpid() and belongs(command_line(pid), folder)]
 
 
 def belongs(command: str, folder: Path) -> bool:
@@ -76,5 +76,6 @@ def _running(pid: int) -> bool:
         return False
 
 
-def _all() -> list[int]:
+def everyone() -> list[int]:
+    """The numbers of all processes."""
     return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from e2e.cluster import debian, processes
+from e2e.cluster import daemon, debian, processes
+from e2e.cluster.layers import prune
 from e2e.cluster.mounts import mounted_below
 from e2e.cluster.paths import Paths, digest, fresh, sweep, write_atomically
 
@@ -34,6 +35,24 @@ def test_processes_are_told_by_program_and_folder() -> None:
     assert not processes.belongs("/usr/sbin/dockerd --config-file /etc/docker/daemon.json", ours)
     assert not processes.belongs("/usr/sbin/dockerd --config-file /c/state/docker2/daemon.json", ours)
     assert not processes.belongs("vim /c/state/docker/daemon.json", ours)
+
+
+def test_a_daemon_of_another_cache_is_told_from_ours_and_from_any_docker() -> None:
+    command = "/usr/sbin/dockerd --config-file /c/state/docker/daemon.json"
+    assert daemon.foreign_cache(command, Paths(Path("/c"))) is None
+    assert daemon.foreign_cache(command, Paths(Path("/d"))) == Path("/c")
+    assert daemon.foreign_cache("/usr/sbin/dockerd -H fd://", Paths(Path("/d"))) is None
+    assert daemon.foreign_cache("less --config-file /c/state/docker/daemon.json", Paths(Path("/d"))) is None
+
+
+def test_only_layers_out_of_use_are_pruned(tmp_path: Path) -> None:
+    paths = Paths(tmp_path)
+    for name, age in (("old", 20), ("new", 1)):
+        folder = paths.store / "layers" / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (1e9 - age * 86400, 1e9 - age * 86400))
+    assert prune(paths, now=1e9) == ["old"]
+    assert [each.name for each in (paths.store / "layers").iterdir()] == ["new"]
 
 
 def test_cgroups_are_found_in_every_hierarchy_and_removed(tmp_path: Path) -> None:

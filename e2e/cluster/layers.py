@@ -186,7 +186,7 @@ def bundle(images: Sequence[Image], paths: Paths) -> str:
 
 
 def prune(paths: Paths, now: float) -> list[str]:
-    """Delete layers and bundles that no run used for a while. Only while there is no node: a running one uses them in place."""
+    """Delete layers and bundles unused for a while. Only while no node runs: it uses them in place."""
     old = [each for kind in ("layers", "bundles") for each in (paths.store / kind).glob("*")
            if now - each.stat().st_mtime > UNUSED_DAYS * 86400]  # fmt: skip
     for each in old:

@@ -30,6 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     # A restart in place must not wait for the old connections' TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    notice_dead_peers(listener)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -37,6 +38,19 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another --port") from error
     return listener
+
+
+def notice_dead_peers(sock: socket.socket) -> None:
+    """A node that vanishes sends no FIN: without this a stream to it would hold its seat for a quarter of an hour.
+
+    Set on a listener, accepted connections inherit it (Linux).
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+    for name, value in wanted.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def take(fd: int) -> socket.socket:

@@ -85,13 +85,13 @@ def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())[:500]
 
 
-async def _get(client: Any, namespace: str, query: dict[str, str], timeout: aiohttp.ClientTimeout) -> Any:
+async def _get(client: Any, namespace: str, query: dict[str, str], limits: aiohttp.ClientTimeout) -> Any:
     """GET EndpointSlices, unread. The generated methods refuse a timeout for silence alone, so they are not used."""
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
     request = await client.param_serialize(
         "GET", path, query_params=list(query.items()), header_params=_ACCEPT, auth_settings=["BearerToken"]
     )
-    return (await client.call_api(*request, _request_timeout=timeout)).response
+    return (await client.call_api(*request, _request_timeout=limits)).response
 
 
 async def _list(client: Any, namespace: str, service: str) -> dict[str, Any]:

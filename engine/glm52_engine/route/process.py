@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
+from aiohttp.connector import AddrInfoType
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.life import Life
-from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
+from glm52_engine.lifecycle.start import bind, install_signals, notice_dead_peers, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.route.app import Router
 from glm52_engine.route.discover import check_static, discover
@@ -71,7 +72,7 @@ async def run_router(options: RouterOptions, config: EngineConfig, token: str, l
 
     install_signals(on_term)
     pools = Pools()
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=1 << 20) as session:
         legs = Legs(session, pools, token)
         router = Router(
@@ -104,6 +105,13 @@ async def run_router(options: RouterOptions, config: EngineConfig, token: str, l
             await runner.cleanup()
             await legs.settle()
     return leave(outcome, ROLE, message, in_flight=cut_off)
+
+
+def _socket(address: AddrInfoType) -> socket.socket:
+    family, kind, protocol = address[:3]
+    made = socket.socket(family, kind, protocol)
+    notice_dead_peers(made)
+    return made
 
 
 async def _discovery(

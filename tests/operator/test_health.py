@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp.test_utils import TestClient, TestServer
 
 from glm52_operator.reconcile.health import Health, application
+from glm52_operator.reconcile.kinds import POD, SECRET
 from glm52_operator.reconcile.queue import WorkQueue
 from tests.operator.conftest import FakeClock
 
@@ -33,6 +34,23 @@ async def test_work_that_never_ends_is_an_illness(clock: FakeClock) -> None:
     clock.advance(51)
     own.progress()
     assert "one pass" in str(own.complaint())
+
+
+def test_a_watch_that_does_not_bring_what_a_list_showed_is_dead(clock: FakeClock) -> None:
+    own = health(clock)
+    own.listed_news(POD)
+    for _ in range(3):
+        # Other watches and the lists go on.
+        clock.advance(20)
+        own.progress()
+        own.heard(SECRET)
+        own.listed_news(POD)
+    assert own.complaint() is None
+    clock.advance(40)
+    own.progress()
+    assert "the watch of pods is dead" in str(own.complaint())
+    own.heard(POD)
+    assert own.complaint() is None
 
 
 async def test_the_endpoints(clock: FakeClock) -> None:

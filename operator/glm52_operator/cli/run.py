@@ -25,11 +25,17 @@ def run(arguments: argparse.Namespace) -> int:
         health_host=arguments.health_host,
         health_port=arguments.health_port,
     )
-    return asyncio.run(_run(settings))
+    asyncio.run(_run(settings))
+    return 1
 
 
-async def _run(settings: Settings) -> int:
-    return await Operator(settings, await Api.connect()).run()
+async def _run(settings: Settings) -> None:
+    code = await Operator(settings, await Api.connect()).run()
+    # Everything of ours is closed. After a failed watch some of kopf's streams ignore their cancellation, and the event
+    # loop would wait for them for ever instead of ending the process.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def configure_logging(*, verbose: bool) -> None:

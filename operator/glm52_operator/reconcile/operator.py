@@ -29,6 +29,8 @@ log = logging.getLogger("glm52.operator")
 DRAIN_SECONDS = 3.0
 """What a pass that runs gets to finish after TERM; a cut one is repeated by the next operator."""
 
+WATCH_END_SECONDS = 1.0
+
 FIRST_RETRY_SECONDS = 2.0
 
 
@@ -48,7 +50,7 @@ class Operator:
             utcnow=lambda: datetime.datetime.now(datetime.UTC),
         )
         self.stop = asyncio.Event()
-        self._broken: BaseException | None = None
+        self._broken = False
 
     async def run(self) -> int:
         """Until TERM: 0; until a part of it breaks: 1."""
@@ -64,11 +66,14 @@ class Operator:
             await self._finish(tasks)
             await server.cleanup()
             await self.api.close()
-        return 0 if self._broken is None else 1
+        return 1 if self._broken else 0
 
     async def _watch(self) -> None:
-        """Until the stop flag is set or a part of kopf ends."""
-        ours = asyncio.all_tasks()
+        """Until the stop flag is set or a part of kopf ends.
+
+        kopf's own run_tasks is not used: when a watch fails for good it waits for ever for the other tasks, and the
+        process lives on without hearing anything.
+        """
         tasks = await kopf.spawn_tasks(
             registry=watch.registry(self.store, self.queue, self.health),
             settings=watch.settings(),
@@ -76,13 +81,24 @@ class Operator:
             namespaces=self.settings.namespaces,
             stop_flag=self.stop,
         )
-        # kopf's own reaction to a signal leaves its waiter for the stop flag behind, and waits five seconds for it.
         self._take_signals()
-        await kopf.run_tasks(tasks, ignored=ours)
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not self.stop.is_set():
+            names = ", ".join(task.get_name() for task in done)
+            log.error("the watches ended (%s); the operator ends, to be started again", names)
+            self._broken = True
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=WATCH_END_SECONDS)
 
     def _take_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._end)
+
+    def _end(self) -> None:
+        # Workers finish what they have begun while the watches are taken down.
+        self.queue.close()
+        self.stop.set()
 
     async def _serve_health(self) -> web.AppRunner:
         runner = web.AppRunner(application(self.health), access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -98,9 +114,9 @@ class Operator:
                 await work
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:
+            except BaseException:
                 log.exception("%s broke; the operator ends", name)
-                self._broken = error
+                self._broken = True
                 self.stop.set()
 
         return asyncio.create_task(guarded(), name=name)
@@ -160,7 +176,10 @@ class Operator:
                 labels = None if kind is DEPLOYMENT_RESOURCE else MANAGED_SELECTOR
                 for namespace in self.settings.scopes:
                     objects, version = await self.api.list(kind, namespace, labels=labels)
-                    concerned |= self.store.replace(kind, namespace, objects, version)
+                    news = self.store.replace(kind, namespace, objects, version)
+                    concerned |= news
+                    if news and self.health.synced:
+                        self.health.listed_news(kind)
         except ApiError as error:
             log.error("%s", _explain(error))
             return False

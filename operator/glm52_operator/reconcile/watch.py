@@ -51,7 +51,7 @@ def registry(store: Store, queue: WorkQueue[Key], health: Health) -> kopf.Operat
 
 def _watch(own: kopf.OperatorRegistry, kind: Kind, store: Store, queue: WorkQueue[Key], health: Health) -> None:
     async def on_event(event: Any, **_: Any) -> None:
-        health.progress()
+        health.heard(kind)
         handle(kind, event.get("type"), event["object"], store, queue)
 
     kopf.on.event(kind.group, kind.version, kind.plural, registry=own, id=f"watch-{kind.plural}")(on_event)

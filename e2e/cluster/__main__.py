@@ -11,6 +11,7 @@ from e2e.cluster import tour
 from e2e.cluster.errors import Failed, Refused
 from e2e.cluster.lifecycle import attach, down, ensure
 from e2e.cluster.progress import Progress
+from e2e.cluster.shell import stop_running
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        stop_running()
         print("\nstopped; `up` goes on from here, `down` takes everything away", file=sys.stderr)
         return 130
 

@@ -134,6 +134,7 @@ def sweep(paths: Paths) -> None:
         if not inside:
             break
         processes.end(inside, 0, lambda pid: pid in processes.in_cgroup())
+    network.cut_cables()
     unmount_below(paths.docker)
     processes.remove_cgroups()
     for stale in ("docker.pid", "docker.sock"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from e2e.cluster.errors import Refused
+from e2e.cluster.errors import Failed, Refused
 from e2e.cluster.paths import write_atomically
 from e2e.cluster.shell import ok, run
 
@@ -140,6 +140,25 @@ def open_again(before: Before, private: bool) -> None:
     ok(["ip", "route", "delete", "unreachable", before.addresses.cluster_only])
     if private and before.ip_forward == "0":
         Path("/proc/sys/net/ipv4/ip_forward").write_text("0\n")
+
+
+def cut_cables() -> None:
+    """Delete the virtual cables on our bridges.
+
+    Those of a killed node stay, and once the bridge is gone no one can tell whose they are.
+    """
+    for bridge in (DOCKER_BRIDGE, NODE_BRIDGE):
+        try:
+            listed = run(["ip", "-oneline", "link", "show", "master", bridge])
+        except Failed:
+            continue  # no such bridge
+        for cable in interfaces(listed):
+            ok(["ip", "link", "delete", cable])
+
+
+def interfaces(ip_link: str) -> list[str]:
+    """Names out of `ip -oneline link`: "7: veth1@if2: <…" is veth1."""
+    return [line.split(": ")[1].partition("@")[0] for line in ip_link.splitlines() if ": " in line]
 
 
 def cleanup(before: Before, now: dict[str, str], private: bool) -> list[list[str]]:

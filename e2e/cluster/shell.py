@@ -13,6 +13,7 @@ from e2e.cluster.errors import Failed
 
 TAIL_LINES = 15
 Argv = Sequence[str | Path]
+_running: set[subprocess.Popen[str]] = set()
 
 
 def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
@@ -78,6 +79,7 @@ def follow(
         command, env=environment(env), cwd=cwd, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
+    _running.add(process)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -85,11 +87,18 @@ def follow(
             on_line(line.rstrip())
         code = process.wait()
     finally:
-        if process.poll() is None:  # Ctrl-C here must not leave a compiler running
+        _running.discard(process)
+        if process.poll() is None:
             process.terminate()
             process.wait()
     if code:
         raise Failed(f"{_shown(command)}: exit {code}\n{_tail(tail)}")
+
+
+def stop_running() -> None:
+    """End what `follow` started in other threads: an interrupt reaches only the main one, and a compiler would go on."""
+    for process in list(_running):
+        process.terminate()
 
 
 def _shown(command: Sequence[str]) -> str:

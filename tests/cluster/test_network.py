@@ -93,5 +93,10 @@ def test_nothing_is_left_to_do_the_second_time() -> None:
     assert plan(FOREIGN, FOREIGN) == []
 
 
+def test_interfaces_are_named_without_their_peer() -> None:
+    text = "7: veth1@if2: <BROADCAST,UP> mtu 1500 master glm52-nodes0\n9: eth9: <UP> mtu 1500\n"
+    assert network.interfaces(text) == ["veth1", "eth9"]
+
+
 def test_bridge_names_fit_the_kernel() -> None:
     assert all(len(name) <= 15 for name in (network.DOCKER_BRIDGE, network.NODE_BRIDGE))

@@ -96,7 +96,7 @@ def follow(
 
 
 def stop_running() -> None:
-    """End what `follow` started in other threads: an interrupt reaches only the main one, and a compiler would go on."""
+    """End what `follow` started in other threads: an interrupt reaches only the main one."""
     for process in list(_running):
         process.terminate()
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import yaml
 
 from e2e.cluster import daemon, kind, nodeimage, tour
+from e2e.cluster.errors import Failed
 from e2e.cluster.lifecycle import Cluster
 from e2e.cluster.machine import Facts, Way
 from e2e.cluster.network import Addresses
 from e2e.cluster.paths import Paths
 from e2e.cluster.progress import Progress
-from e2e.cluster.shell import together
+from e2e.cluster.shell import follow, stop_running, together
 
 MODERN = Facts(
     system="Linux", machine="x86_64", root=True, docker_answers=False, dockerd=True, apt=True,
@@ -126,3 +128,11 @@ def test_jobs_side_by_side_all_end_before_the_first_error_is_raised() -> None:
     except KeyError:
         ended.append("raised")
     assert ended == ["good", "raised"]
+
+
+def test_an_interrupt_ends_programs_of_other_threads() -> None:
+    def compiler() -> None:
+        follow(["sh", "-c", "echo started; exec sleep 60"], lambda _: stop_running())
+
+    with pytest.raises(Failed, match="exit -15"):
+        together(compiler)

@@ -52,7 +52,7 @@ class Exchange:
         self.tried.add(failure.url)
         self.last = failure.error
         self.retries += 1
-        log.warning("a leg failed", extra={"request": self.public, "reason": str(failure), "next": failure.then.value})
+        log.warning("a leg failed: %s", failure, extra={"request": self.public, "next": failure.then.value})
 
 
 class Proxy:

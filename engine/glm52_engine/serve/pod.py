@@ -120,7 +120,7 @@ def told(error: Exception, request_id: str, stopped: type[Exception] = Refused) 
     if isinstance(error, Refused):
         return unavailable(f"this server takes no requests: {error}", "not_ready")
     if isinstance(error, TransferError):
-        log.warning("KV hand-off failed", extra={"request": request_id, "reason": str(error)})
+        log.warning("KV hand-off failed: %s", error, extra={"request": request_id})
         return ApiError(502, str(error), code="kv_transfer_failed")
     log.error("request failed", exc_info=error, extra={"request": request_id})
     return ApiError(500, "the engine failed on this request; its log has the reason", code="internal_error")

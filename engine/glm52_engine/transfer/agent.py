@@ -26,7 +26,7 @@ PULL_SECONDS = 20.0
 """Shorter than a lease: blocks that are being read cannot be handed to another request meanwhile."""
 
 BUSY_POLL_SECONDS = 0.0005
-NOTICE_POLL_SECONDS = 0.005
+NOTICE_POLL_SECONDS = 0.001
 
 
 class TransferError(Exception):
@@ -150,7 +150,9 @@ class TransferAgent:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         from nixl_cu13 import nixl_agent, nixl_agent_config
 
-        self._nixl = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
+        # With a progress thread of its own NIXL spins on a core for ever, idle or not; here a turn that looks at a
+        # running pull, or for notices while prompts are held, makes the progress.
+        self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         spans = [(region.address, region.num_blocks * region.block_bytes, 0, "") for region in self.regions]
         self._registered = self._nixl.register_memory(spans, "DRAM")
         self.metadata = self._nixl.get_agent_metadata()

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 RENEW_SECONDS = 10.0
 """A third of a lease: two lost renewals do not end it."""
 
+ASK_SECONDS = 10.0
+"""For one small question to a prefill pod; well inside its lease."""
+
 AGENT_PATH = "/internal/v1/kv/agent"
 LEASE_PATH = "/internal/v1/kv/lease"
 RELEASE_PATH = "/internal/v1/kv/release"
@@ -180,7 +183,7 @@ class Puller:
 
     async def _ask(self, method: str, kv: KvReference, path: str, body: dict[str, Any] | None) -> Any:
         try:
-            timeout = aiohttp.ClientTimeout(total=5)
+            timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
             url = f"http://{kv.address}{path}"
             async with self.session.request(method, url, json=body, headers=self._headers, timeout=timeout) as response:
                 if response.status != 200:

@@ -122,6 +122,6 @@ def _kubectl_link(kubernetes: Path, paths: Paths) -> Path:
     link = paths.cache / "bin" / "kubectl"
     part = link.with_name(f".kubectl.{os.getpid()}")
     part.unlink(missing_ok=True)
-    part.symlink_to(kubernetes / "kube")
+    part.symlink_to(Path(kubernetes.name) / "kube")  # relative: the cache may be moved
     part.replace(link)
     return link

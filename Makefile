@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 PY := .venv/bin/python
+# Compiled modules are kept: without them every process of a run compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help up down test lint unit lock clean
 

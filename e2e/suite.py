@@ -2,7 +2,8 @@
 
     python -m e2e.suite            everything, on a cluster it brings up
     python -m e2e.suite lint       ruff, mypy, import-linter, generated files, helm lint
-    python -m e2e.suite unit       the tests that need no cluster
+    python -m e2e.suite unit       the tests that need neither a cluster nor whole engines
+    python -m e2e.suite processes  whole engines as processes, without a cluster
     python -m e2e.suite e2e        the tests on the cluster
 
 A layer that cannot run says so, and fails the run when CI is set: a green run that tested nothing is worse than a red
@@ -51,7 +52,14 @@ def lint() -> int:
 
 
 def unit() -> int:
-    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster")
+    # Two workers: the machines this runs on have two cores. By file, so that a costly fixture is made once.
+    return run(
+        PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster and not processes", "-n", "2", "--dist", "loadfile"
+    )
+
+
+def processes() -> int:
+    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", "processes")
 
 
 def cluster() -> int:
@@ -68,7 +76,7 @@ def e2e() -> int:
 
 
 def layers(names: Sequence[str]) -> list[tuple[str, Layer]]:
-    every: dict[str, Layer] = {"lint": lint, "unit": unit, "cluster": cluster, "e2e": e2e}
+    every: dict[str, Layer] = {"lint": lint, "unit": unit, "processes": processes, "cluster": cluster, "e2e": e2e}
     unknown = sorted(set(names) - set(every))
     if unknown:
         raise SystemExit(f"no layer {', '.join(unknown)}; there are {', '.join(every)}")

@@ -29,10 +29,10 @@ def test_an_example_applies(kubectl: Kubectl, file: Path) -> None:
     kube("apply", "-f", str(file))
     try:
         if file.name in NEEDS_A_CHECKPOINT:
-            # The claim is empty here: the condition has to say which file is missing.
+            # The claim is empty here: the condition has to say which file is missing, and where.
             until(
                 "the missing checkpoint is named",
-                lambda: "config.json" in condition(kube.get("glm52", name), "PrefillReady").get("message", ""),
+                lambda: "/models/glm-5.2/" in condition(kube.get("glm52", name), "PrefillReady").get("message", ""),
                 timeout=150,
                 last=lambda: (kube.get("glm52", name) or {}).get("status"),
             )

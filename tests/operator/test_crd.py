@@ -29,7 +29,7 @@ def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
 ALL = dict(nodes(SCHEMA))
 
 
-@pytest.mark.parametrize("path", ALL.keys() - {".metadata"})
+@pytest.mark.parametrize("path", sorted(ALL.keys() - {".metadata"}))
 def test_every_field_has_a_description_and_a_type(path: str) -> None:
     assert ALL[path].get("description", "").endswith("."), path or "root"
     assert "type" in ALL[path]

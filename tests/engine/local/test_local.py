@@ -22,6 +22,8 @@ import pytest
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 150
 MODEL = "glm-5.2"

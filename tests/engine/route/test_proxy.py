@@ -152,9 +152,11 @@ async def test_without_a_ready_pod_a_request_waits_for_one_and_then_gives_up(bui
 
 
 async def test_a_stream_that_is_cut_ends_with_an_error_and_without_done(build: Builder, bad: Bad) -> None:
-    made = await build.deployment([FakeEngine()], [], router=False)
+    # Nobody pulls the prompt's KV here, and a drain waits for that: at most for the window.
+    prefill = await build.pod("prefill", FakeEngine(), window=0)
+    made = await build.deployment([], [], router=False)
     pod = await bad(half_a_stream)
-    made.url = await build.router([made.prefill[0].url], [pod.url])
+    made.url = await build.router([prefill.url], [pod.url])
     answer = await made.post("/v1/completions", body(stream=True))
     assert answer.status == 200
     assert answer.raw.startswith(b'data: {"choices": [\n\ndata: {"error"')

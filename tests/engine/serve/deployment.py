@@ -182,6 +182,10 @@ class Builder:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for running in self._processes:
+            # A pod that had to be cancelled leaves NIXL's thread behind, and that aborts the interpreter at its exit.
+            if running.pod.loaded is not None:
+                running.pod.loaded.agent.close()
 
 
 @contextlib.asynccontextmanager

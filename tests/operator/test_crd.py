@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from glm52_operator.api import docs
 from glm52_operator.api.crd import crd, render
 from glm52_operator.api.models import Spec
 from glm52_operator.cli.crd import FILES
@@ -104,15 +105,23 @@ def test_printer_columns_name_fields_that_exist() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_the_committed_files_are_current(path: Path) -> None:
-    assert (ROOT / path).read_text() == render()
+    assert (ROOT / path).read_text() == FILES[path]()
+
+
+def test_the_page_tells_of_every_field_and_rule() -> None:
+    page = docs.render()
+    fields = {path for path in ALL if path.startswith((".spec.", ".status."))}
+    assert [path for path in sorted(fields) if not path.endswith("[]") and f"`{path[1:]}`" not in page] == []
+    assert all(rule["message"] in page for node in ALL.values() for rule in node.get("x-kubernetes-validations", []))
 
 
 def test_check_fails_on_a_stale_file_and_writing_repairs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["crd", "--root", str(tmp_path)]
     assert main([*arguments, "--check"]) == 1
-    assert str(FILES[0]) in capsys.readouterr().err
+    crd_file, chart_file, _ = FILES
+    assert str(crd_file) in capsys.readouterr().err
     assert main(arguments) == 0
     assert main([*arguments, "--check"]) == 0
-    assert yaml.safe_load((tmp_path / FILES[0]).read_text()) == crd()
-    (tmp_path / FILES[1]).write_text(render() + " ")
+    assert yaml.safe_load((tmp_path / crd_file).read_text()) == crd()
+    (tmp_path / chart_file).write_text(render() + " ")
     assert main([*arguments, "--check"]) == 1

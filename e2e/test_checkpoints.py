@@ -13,12 +13,13 @@ pytestmark = pytest.mark.cluster
 FOLDER = "/var/lib/glm52-test-checkpoints"
 
 BREAK = """
-import os, pathlib
+import os, pathlib, shutil
 from safetensors.torch import load_file, save_file
 from glm52_engine.checkpoint.make import make_checkpoint
 
 def broken(case, change):
     out = pathlib.Path("/out") / case
+    shutil.rmtree(out, ignore_errors=True)  # of an earlier run on this cluster
     make_checkpoint("tiny", out)
     file = next(out.glob("*.safetensors"))
     tensors = load_file(file)

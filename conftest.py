@@ -11,6 +11,16 @@ import pytest
 from e2e.cluster import Cluster, attach
 from e2e.kube import Kubectl
 
+ORACLE = ("tests/engine/model/", "tests/engine/tokenizer/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for pytest-xdist: a file each, and one for what imports transformers, which takes ten seconds."""
+    for item in items:
+        file = item.nodeid.split("::", 1)[0]
+        group = "oracle" if file.startswith(ORACLE) else file
+        item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:

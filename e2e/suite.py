@@ -52,9 +52,9 @@ def lint() -> int:
 
 
 def unit() -> int:
-    # Two workers: the machines this runs on have two cores. By file, so that a costly fixture is made once.
+    # Two workers suit two cores; by group (conftest.py), so that what is costly is made once.
     return run(
-        PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster and not processes", "-n", "2", "--dist", "loadfile"
+        PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster and not processes", "-n", "2", "--dist", "loadgroup"
     )
 
 

@@ -103,18 +103,20 @@ def run_example(cluster: Cluster, progress: Progress) -> None:
             )
         except Failed as error:
             raise Failed(f"{error}\n{kubectl(cluster, 'get', 'glm52,pods', '-o', 'wide')}") from error
+    model = kubectl(cluster, "get", "glm52", "tiny", "-o", "jsonpath={.spec.model.name}")
     if cluster.mode == "kubeconfig":
-        print(next_steps(cluster, "http://ROUTER (kubectl get svc)"))
+        print(next_steps(cluster, "http://ROUTER (kubectl get svc)", model))
         return
     with progress.phase("a chat through the router"):
-        chat()
-    print(next_steps(cluster, URL))
+        wait_for_router()
+        chat(model)
+    print(next_steps(cluster, URL, model))
 
 
-def chat() -> None:
+def chat(model: str) -> None:
     """One question, its answer printed token by token."""
     body = {
-        "model": model_name(),
+        "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 32,
         "stream": True,
@@ -129,13 +131,13 @@ def chat() -> None:
     print("\n", flush=True)
 
 
-def model_name(patience: float = 30) -> str:
-    """The served model. Ready says that the pods serve; kube-proxy on the node we enter by may be a moment behind."""
+def wait_for_router(patience: float = 30) -> None:
+    """Ready says that the pods serve; kube-proxy on the node we enter by may be a moment behind."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            with urllib.request.urlopen(f"{URL}/v1/models", timeout=10) as response:
-                return str(json.load(response)["data"][0]["id"])
+            urllib.request.urlopen(f"{URL}/v1/models", timeout=10).close()
+            return
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() > deadline:
                 raise Failed(f"the router does not answer on {URL}: {error}") from error
@@ -156,10 +158,10 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
             yield delta.get("reasoning_content") or delta.get("content") or ""
 
 
-def next_steps(cluster: Cluster, url: str) -> str:
+def next_steps(cluster: Cluster, url: str, model: str) -> str:
     on_path = shutil.which("kubectl") == str(cluster.kubectl)
     name = "kubectl" if on_path else str(cluster.kubectl)
-    body = '{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}'
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
     return f"""The API is at {url}/v1. Next:
 
   export KUBECONFIG={cluster.kubeconfig}

@@ -90,14 +90,15 @@ def test_streamed_pieces() -> None:
     assert "".join(tour.pieces(lines)) == "Hi"
 
 
-def test_next_steps_name_the_kubeconfig() -> None:
+def test_next_steps_name_the_kubeconfig_and_the_model() -> None:
     cluster = Cluster(Path("/k/config"), Path("/k/kubectl"), Path("/k/helm"), {})
-    text = tour.next_steps(cluster, "http://127.0.0.1:30080")
+    text = tour.next_steps(cluster, "http://127.0.0.1:30080", "glm-5.2")
     for line in (
         "export KUBECONFIG=/k/config",
         "get glm52 -w",
         "scale glm52 tiny --replicas=2",
         "curl http://127.0.0.1:30080/v1",
+        '"model": "glm-5.2"',
     ):
         assert line in text
 

@@ -14,6 +14,7 @@ from e2e.kube import Kubectl
 ORACLE = ("tests/engine/model/", "tests/engine/tokenizer/")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for pytest-xdist: a file each, and one for what imports transformers, which takes ten seconds."""
     for item in items:

@@ -188,8 +188,9 @@ class Rank:
             if sequence.computed < len(sequence.prompt):
                 sequence.computed = span.end
                 self.counters.prompt_tokens_computed += len(span.tokens)
-        self._emit([s for s, span in zip(sequences, spans, strict=True) if span.wants_logits], logits)
+        # Counted before its tokens are reported: whoever has a token may read the counters and must find its step.
         self.counters.steps += 1
+        self._emit([s for s, span in zip(sequences, spans, strict=True) if span.wants_logits], logits)
         self._waiting_since = time.monotonic()
 
     def _emit(self, sequences: Sequence[Running], logits: torch.Tensor) -> None:

@@ -26,10 +26,10 @@ BIN = Path(PYTHON).parent
 Layer = Callable[[], int]
 
 
-def run(*command: str | Path, env: dict[str, str] | None = None) -> int:
+def run(*command: str | Path) -> int:
     words = [str(word) for word in command]
     print(f"$ {' '.join(words)}", flush=True)
-    return subprocess.run(words, cwd=ROOT, env={**os.environ, **(env or {})}, check=False).returncode
+    return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
 def first_failure(codes: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from glm52_engine.model.moe import Mlp, Moe
 from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import Rotation
 from glm52_engine.model.step import Step
+from glm52_engine.model.weights import under
 
 
 class Layer:
@@ -21,14 +22,11 @@ class Layer:
     def __init__(self, spec: ModelSpec, index: int, weights: Mapping[str, torch.Tensor]) -> None:
         """`weights`: this layer's tensors, named as in the checkpoint without `model.layers.N.`."""
 
-        def part(prefix: str) -> dict[str, torch.Tensor]:
-            return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
         self._eps = spec.rms_norm_eps
         self._input_norm = weights["input_layernorm.weight"]
         self._mlp_norm = weights["post_attention_layernorm.weight"]
-        self._attention = Attention(spec, part("self_attn."), full=spec.indexer_types[index] == "full")
-        self._mlp = Moe(spec, part("mlp.")) if spec.is_moe(index) else Mlp(part("mlp."))
+        self._attention = Attention(spec, under(weights, "self_attn."), full=spec.indexer_types[index] == "full")
+        self._mlp = Moe(spec, under(weights, "mlp.")) if spec.is_moe(index) else Mlp(under(weights, "mlp."))
 
     def forward(
         self,

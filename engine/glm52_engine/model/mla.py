@@ -17,6 +17,7 @@ from glm52_engine.model.indexer import Indexer, Selection
 from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import Rotation, rotate
 from glm52_engine.model.step import Step
+from glm52_engine.model.weights import under
 
 LATENT_NORM_EPS = 1e-6
 """eps of q_a_layernorm and kv_a_layernorm: that of the published model code; some engines take rms_norm_eps."""
@@ -36,9 +37,7 @@ class Attention:
         self._to_latent = expand[:, : self._nope]
         self._from_latent = expand[:, self._nope :].transpose(1, 2)
         self._o = weights["o_proj.weight"]
-        prefix = "indexer."
-        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        self._indexer = Indexer(spec, own) if full else None
+        self._indexer = Indexer(spec, under(weights, "indexer.")) if full else None
 
     def forward(
         self,

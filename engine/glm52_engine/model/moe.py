@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.model.weights import under
 
 
 class Mlp:
@@ -54,12 +55,9 @@ class Moe:
     """Routed experts plus the shared one, which every token passes and which is not scaled."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, torch.Tensor]) -> None:
-        def part(prefix: str) -> dict[str, torch.Tensor]:
-            return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
-        self._router = Router(spec, part("gate."))
-        self._shared = Mlp(part("shared_experts."))
-        self._experts = [Mlp(part(f"experts.{expert}.")) for expert in range(spec.n_routed_experts)]
+        self._router = Router(spec, under(weights, "gate."))
+        self._shared = Mlp(under(weights, "shared_experts."))
+        self._experts = [Mlp(under(weights, f"experts.{expert}.")) for expert in range(spec.n_routed_experts)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden]; tokens are sorted by expert, so an expert nobody chose costs nothing."""

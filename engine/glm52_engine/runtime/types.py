@@ -28,9 +28,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """`priority`: lower runs first, in order of arrival among equals. `cache_salt`: only requests with the same salt
+    share KV of equal prompts, so that the time to the first token tells nobody what others asked."""
+
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +57,24 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Result of a prefill: the first token, and the prompt's KV, held until `Engine.release(request.id)`."""
+    """Result of a prefill: the first token, and the prompt's KV, held until `Engine.release(request.id)`.
+
+    computed_tokens + cached_tokens = tokens of the prompt; the cached ones were found in the prefix cache.
+    """
 
     token: Token
     blocks: Blocks
     computed_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot for metrics and /internal/v1/state. Counters only grow."""
+    """A snapshot for metrics and /internal/v1/state. Counters only grow.
+
+    `blocks_free` can be had at once; `blocks_cached` of them still hold a prefix that a prompt may find again.
+    `prefix_cache_queries` and `prefix_cache_hits` count prompt tokens: looked for, and found.
+    """
 
     running: int
     waiting: int
@@ -71,6 +84,17 @@ class Stats:
     tokens_generated: int
     steps: int
     per_rank_running: Sequence[int] = field(default_factory=tuple)
+    blocks_cached: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+class EngineBusy(Exception):
+    """The queue is full; the request was not taken. `retry_after`: whole seconds in which the queue should move on."""
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestError(Exception):
@@ -95,17 +119,17 @@ class Engine(Protocol):
     """What P and D must agree on beside the pool's geometry: model hash, dtype, rope layout, layers, version."""
 
     async def prefill(self, request: Request) -> Prefilled:
-        """Waits for a seat and blocks, computes the whole prompt once, samples token 0. Raises RequestError.
+        """Waits for a seat and blocks, computes what the prefix cache lacks of the prompt, samples token 0.
 
-        Cancelling the call frees everything it held.
+        Raises RequestError, and EngineBusy when too many wait already. Cancelling the call frees everything it held.
         """
         ...
 
     async def reserve(self, request: Request) -> Blocks:
         """Waits, in order, for a seat and for blocks of prompt + max_tokens: nothing is ever preempted.
 
-        Raises RequestError. Cancelling while waiting leaves the queue. The KV of the prompt may then be written
-        into `pools[rank]`.
+        Raises RequestError and EngineBusy. Cancelling while waiting leaves the queue. The KV of the prompt may then be
+        written into `pools[rank]`.
         """
         ...
 

@@ -6,15 +6,21 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""`error`: the model gave no usable logits for this request; its neighbours in the batch are not concerned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 switch those filters off.
+    """How the next token is chosen; the defaults switch everything off but the draw itself. See `sampler`.
 
-    `seed` None means a random one. Draws are keyed by (seed, output index), so neither the batch nor the role that
-    samples (prefill draws the first token, decode the rest) changes them.
+    `temperature` 0 is greedy. `presence_penalty` and `frequency_penalty` look at the output, `repetition_penalty` at
+    prompt and output. `logit_bias`: (token id, what is added to its logit). Before output index `min_tokens` no token
+    that would end the output is chosen. `logprobs`: how many of the likeliest tokens to report beside the chosen one;
+    None: report nothing.
+
+    `seed` None means a random one. Draws are keyed by (seed, choice, output index), so neither the batch nor the role
+    that samples (prefill draws the first token, decode the rest) changes them.
     """
 
     max_tokens: int
@@ -24,11 +30,21 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`priority`: lower runs first, in order of arrival among equals. `cache_salt`: only requests with the same salt
+    """`choices`: how many first tokens a prefill draws, for outputs that go on apart; decode has a request for each.
+
+    `priority`: lower runs first, in order of arrival among equals. `cache_salt`: only requests with the same salt
     share KV of equal prompts, so that the time to the first token tells nobody what others asked."""
 
     id: str
@@ -36,6 +52,7 @@ class Request:
     sampling: Sampling
     priority: int = 0
     cache_salt: str = ""
+    choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +64,38 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of probabilities: of the chosen token, and of the likeliest ones as (token id, value), best
+    first. They are the model's own: before bias, penalties, filters and temperature."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One generated token; `index` counts the output from 0. The last one of a request carries `finish`."""
 
     id: int
     index: int
     finish: FinishReason | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """Result of a prefill: the first token, and the prompt's KV, held until `Engine.release(request.id)`.
 
+    `others` are the first tokens of the choices behind the first one.
     computed_tokens + cached_tokens = tokens of the prompt; the cached ones were found in the prefix cache.
+    `queued_seconds`: from the call to the seat.
     """
 
     token: Token
     blocks: Blocks
     computed_tokens: int
     cached_tokens: int = 0
+    queued_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ def prompt_ids(asked: Asked, tokenizer: Tokenizer) -> tuple[int, ...]:
     if asked.endpoint == "completions":
         return tuple(tokenizer.encode(asked.prompt))
     try:
-        text = tokenizer.render_chat(asked.messages, **asked.template)
+        return tuple(tokenizer.encode_chat(asked.messages, **asked.template))
     except TemplateError as error:
         raise bad(str(error), param="messages") from error
-    return tuple(tokenizer.encode(text))
 
 
 def output_limit(asked: Asked, prompt_tokens: int, max_model_len: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import jinja2.sandbox
 import tokenizers
 
 from glm52_engine.config import ConfigError
+from glm52_engine.tokenizer.guard import Guard
 
 
 class TemplateError(ValueError):
@@ -32,6 +35,9 @@ class Tokenizer:
         vocab: dict[str, int] = raw.get_vocab(with_added_tokens=True)
         self.vocab_bound = max(vocab.values()) + 1
         self._bytes, self._special = _token_bytes(raw, vocab)
+        self._added: dict[str, int] = {entry.content: token for token, entry in raw.get_added_tokens_decoder().items()}
+        self._markers = re.compile("(" + "|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) + ")")
+        self._guard = Guard(self._added, [text for text, token in self._added.items() if token not in self._special])
         self._template = _compile(template)
 
     @classmethod
@@ -69,8 +75,39 @@ class Tokenizer:
         except KeyError:
             raise ValueError(f"token id {token} is not in the tokenizer's vocabulary") from None
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token that the vocabulary has under this very text, as special tokens have."""
+        found: int | None = self._raw.token_to_id(token)
+        return found
+
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         return Detokenizer(self, skip_special=skip_special)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of a conversation's prompt; `variables` reach the template (GLM's: enable_thinking).
+
+        Markers that the template writes become special tokens. The same characters in what a client wrote stay text,
+        or a user could end their turn and speak as the system. Messages are OpenAI's; the arguments of a tool call
+        may be a JSON string or an object. Raises TemplateError.
+        """
+        prompt, mark = self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})
+        if not mark:
+            return self.encode(prompt)
+        ids: list[int] = []
+        # Text and markers by turns; a marker that holds the mark is not one.
+        for place, piece in enumerate(self._markers.split(prompt)):
+            if place % 2:
+                ids.append(self._added[piece])
+            else:
+                ids += self._plain.encode(piece.replace(mark, ""), add_special_tokens=False).ids
+        return ids
 
     def render_chat(
         self,
@@ -80,19 +117,28 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation; `variables` reach the template (GLM's: enable_thinking).
+        """The text of what `encode_chat` encodes, in which a client's markers look like the template's."""
+        prompt, mark = self._render(messages, tools, {"add_generation_prompt": add_generation_prompt, **variables})
+        return prompt.replace(mark, "") if mark else prompt
 
-        Messages are OpenAI's; the arguments of a tool call may be a JSON string or an object. Raises TemplateError.
-        """
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, str]:
+        """The prompt, and the mark within each marker that is none."""
         try:
-            return self._template.render(
-                messages=[_with_parsed_calls(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
+            guarded = self._guard.shield([_with_parsed_calls(message) for message in messages], tools)
+            return self._template.render(messages=guarded.messages, tools=guarded.tools, **variables), guarded.mark
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
             raise TemplateError(f"the messages do not fit the chat template: {error}") from error
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The same tokenizer without any special token. Made when a client first writes one: it costs memory."""
+        fields = json.loads(self._raw.to_str())
+        return tokenizers.Tokenizer.from_str(json.dumps({**fields, "added_tokens": [], "post_processor": None}))
 
 
 class Detokenizer:

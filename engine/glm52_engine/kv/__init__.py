@@ -1,6 +1,16 @@
 """KV blocks: their bytes and their owners."""
 
-from glm52_engine.kv.blocks import BlockAllocator, BlockError
+from glm52_engine.kv.blocks import Allocation, BlockAllocator, BlockError
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
+from glm52_engine.kv.prefix import prefix_keys
 
-__all__ = ["LAYOUT_VERSION", "ROPE_LAYOUT", "BlockAllocator", "BlockError", "KvLayout", "Pool"]
+__all__ = [
+    "LAYOUT_VERSION",
+    "ROPE_LAYOUT",
+    "Allocation",
+    "BlockAllocator",
+    "BlockError",
+    "KvLayout",
+    "Pool",
+    "prefix_keys",
+]

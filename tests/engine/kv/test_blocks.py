@@ -20,7 +20,7 @@ def test_a_block_has_at_most_one_owner(operations: list[tuple[str, int]]) -> Non
             blocks.free(owner)
             del books[owner]
         elif 1 <= count <= blocks.free_count:
-            books[owner] = blocks.allocate(owner, count)
+            books[owner] = blocks.allocate(owner, count).blocks
             assert len(books[owner]) == count
         else:
             with pytest.raises(BlockError):

@@ -1,0 +1,102 @@
+"""Types of tool arguments. GLM writes values without a type; the tool's JSON schema says what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+Schema = Mapping[str, Any]
+
+ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Models slip into Python where a schema leaves no doubt about what is meant."""
+
+_MAX_DEPTH = 32
+"""Of references and combined schemas: a reference to itself must end."""
+
+
+def argument_schema(parameters: Schema, name: str) -> Any:
+    """The schema of one argument, True (anything) for one that is not declared."""
+    properties = parameters.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    return parameters.get("additionalProperties", True)
+
+
+def allowed_types(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+    """JSON types that `schema` admits; every type where it says nothing, or nothing that can be read."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return ALL_TYPES
+    types = ALL_TYPES
+    if "$ref" in schema:
+        types &= allowed_types(resolve(schema["$ref"], root), root, depth + 1)
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        types &= frozenset(name for name in named if isinstance(name, str))
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if isinstance(values, list):
+            types &= frozenset().union(*(_types_of(value) for value in values))
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            types &= frozenset().union(*(allowed_types(option, root, depth + 1) for option in schema[word]))
+    for part in schema.get("allOf") or () if isinstance(schema.get("allOf"), list) else ():
+        types &= allowed_types(part, root, depth + 1)
+    if schema.get("nullable") is True:  # OpenAPI's word
+        types |= {"null"}
+    return types or ALL_TYPES
+
+
+def resolve(reference: Any, root: Schema) -> Any:
+    """The schema behind a local reference (`#/$defs/x`); None for any other."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return None
+    return found
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """The JSON text of a value that the model wrote as `text`, for a schema that admits `types`.
+
+    What is no JSON of an admitted type is a string: nothing that the model wrote is lost, and the client sees it.
+    """
+    if types != {"string"}:
+        bare = text.strip()
+        for candidate in (bare, _PYTHON_WORDS.get(bare)):
+            if candidate is not None and _json_types(candidate) & types - {"string"}:
+                return candidate
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_types(text: str) -> frozenset[str]:
+    try:
+        return _types_of(json.loads(text, parse_constant=_no_constant))
+    except (ValueError, RecursionError):
+        return frozenset()
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _types_of(value: Any) -> frozenset[str]:
+    if value is None:
+        return frozenset({"null"})
+    if isinstance(value, bool):
+        return frozenset({"boolean"})
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float):
+        return frozenset({"number"})
+    if isinstance(value, str):
+        return frozenset({"string"})
+    return frozenset({"array" if isinstance(value, list) else "object"})

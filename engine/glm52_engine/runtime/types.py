@@ -95,6 +95,7 @@ class Prefilled:
     blocks: Blocks
     computed_tokens: int
     cached_tokens: int = 0
+    others: tuple[Token, ...] = ()
     queued_seconds: float = 0.0
 
 

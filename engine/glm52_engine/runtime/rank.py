@@ -6,6 +6,7 @@ For every sequence it was given, exactly one event ends it; only then are its se
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ import torch
 
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model import Model, Span, build_step
-from glm52_engine.runtime.sampler import Draw, finish_of, sample
+from glm52_engine.runtime.sampler import Draw, Sampler
 from glm52_engine.runtime.types import Sampling, Token
 from glm52_engine.schedule.plan import Pending, Planned, plan_step
 
@@ -36,17 +37,22 @@ class Running:
     sampling: Sampling
     seed: int
     prefill_only: bool
+    choices: int = 1
     computed: int = 0
     last: Token | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one sequence: a token, or its end, or both. `token` is None when it was aborted."""
+    """News of one sequence: a token, or its end, or both. `token` is None when it was aborted.
+
+    `others`: the first tokens of the choices behind the first one.
+    """
 
     key: str
     token: Token | None
     ended: bool
+    others: tuple[Token, ...] = ()
 
 
 @dataclass(slots=True)
@@ -91,6 +97,7 @@ class Rank:
         self._limits = limits
         self._post = post
         self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int64)
+        self._sampler = Sampler(seats=seats, vocab_bound=limits.vocab_bound, eos_ids=limits.eos_ids)
         self._running: dict[int, Running] = {}
         self._commands: deque[Running | str] = deque()
         self._wake = threading.Condition()
@@ -167,6 +174,8 @@ class Rank:
             if isinstance(command, Running):
                 self._tables[command.seat].zero_()
                 self._tables[command.seat, : len(command.blocks)] = torch.tensor(command.blocks)
+                output = () if command.last is None else (command.last.id,)
+                self._sampler.begin(command.seat, command.sampling, command.prompt, output)
                 self._running[command.seat] = command
             else:
                 self._end(command)
@@ -194,19 +203,21 @@ class Rank:
         self._waiting_since = time.monotonic()
 
     def _emit(self, sequences: Sequence[Running], logits: torch.Tensor) -> None:
-        """Sample a token for each and report it; a sequence leaves the rank with its last one."""
-        indices = [0 if s.last is None else s.last.index + 1 for s in sequences]
-        draws = [Draw(s.sampling, s.seed, index) for s, index in zip(sequences, indices, strict=True)]
-        tokens = sample(logits, draws, vocab_bound=self._limits.vocab_bound) if draws else []
+        """Sample a token for each choice of each and report them; a sequence leaves the rank with its last one."""
+        draws = [
+            Draw(row, s.seat, s.sampling, s.seed, 0 if s.last is None else s.last.index + 1, s.sampling.choice + choice)
+            for row, s in enumerate(sequences)
+            for choice in range(s.choices)
+        ]
+        tokens = iter(self._sampler.sample(logits, draws) if draws else [])
         events = []
-        for sequence, index, token in zip(sequences, indices, tokens, strict=True):
-            finish = finish_of(token, index, sequence.sampling, self._limits.eos_ids)
-            sequence.last = Token(token, index, finish)
-            ended = finish is not None or sequence.prefill_only
+        for sequence in sequences:
+            sequence.last, *others = itertools.islice(tokens, sequence.choices)
+            ended = sequence.last.finish is not None or sequence.prefill_only
             if ended:
                 del self._running[sequence.seat]
-            events.append(Event(sequence.key, sequence.last, ended))
-        self.counters.tokens_generated += len(events)
+            events.append(Event(sequence.key, sequence.last, ended, tuple(others)))
+        self.counters.tokens_generated += len(draws)
         if events:
             self._post(events)
 

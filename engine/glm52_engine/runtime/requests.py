@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from glm52_engine.runtime.types import Request, RequestError
+import math
+
+from glm52_engine.runtime.types import Request, RequestError, Sampling
 from glm52_engine.schedule import Limits, blocks_for
 
 
@@ -16,11 +18,7 @@ def check_request(request: Request, limits: Limits, *, stored_tokens: int) -> No
         raise RequestError(f"token id {bad} is outside the model's vocabulary of {limits.vocab_size}")
     if sampling.max_tokens < 1:
         raise RequestError(f"max_tokens is {sampling.max_tokens}; expected at least 1")
-    if not sampling.temperature >= 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise RequestError(
-            f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}: "
-            "expected temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0"
-        )
+    _check_sampling(sampling, limits.vocab_size)
     total = len(prompt) + sampling.max_tokens
     if total > limits.max_model_len:
         raise RequestError(
@@ -32,3 +30,25 @@ def check_request(request: Request, limits: Limits, *, stored_tokens: int) -> No
         raise RequestError(
             f"{stored_tokens} tokens need {needed} blocks of {limits.block_size}; a rank has {limits.blocks}"
         )
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    s, finite = sampling, math.isfinite
+    ranges = (
+        ("temperature", s.temperature, s.temperature >= 0, "at least 0"),
+        ("top_p", s.top_p, 0 < s.top_p <= 1, "above 0, up to 1"),
+        ("top_k", s.top_k, s.top_k >= 0, "at least 0"),
+        ("min_p", s.min_p, 0 <= s.min_p <= 1, "0 to 1"),
+        ("presence_penalty", s.presence_penalty, finite(s.presence_penalty), "a finite number"),
+        ("frequency_penalty", s.frequency_penalty, finite(s.frequency_penalty), "a finite number"),
+        ("repetition_penalty", s.repetition_penalty, 0 < s.repetition_penalty < math.inf, "above 0"),
+        ("min_tokens", s.min_tokens, 0 <= s.min_tokens <= s.max_tokens, f"0 to max_tokens, {s.max_tokens}"),
+    )
+    for name, value, fits, expected in ranges:
+        if not fits:
+            raise RequestError(f"{name} is {value}; expected {expected}")
+    for token, value in s.logit_bias:
+        if not 0 <= token < vocab_size or not finite(value):
+            raise RequestError(
+                f"logit_bias of token {token} is {value}; expected a number and an id below {vocab_size}"
+            )

@@ -63,6 +63,13 @@ class RoleConfig(_Strict):
         description="KV pool of one rank in host memory, GiB."
     )
     max_num_seqs: Count = Field(description="Seats of one rank: most requests that run at once.")
+    max_waiting: Annotated[int, Field(ge=1, le=65536, strict=True)] = Field(
+        default=256, description="Most requests that wait in one pod; more are refused and told when to come again."
+    )
+    prefix_cache: Annotated[bool, Field(strict=True)] = Field(
+        default=True,
+        description="Whether prompts that begin alike share KV; of no effect in decode, which computes no prompt.",
+    )
 
 
 class DrainConfig(_Strict):

@@ -75,9 +75,11 @@ def test_only_the_hosts_service_publishes_pods_that_are_not_ready() -> None:
 
 
 def test_the_config_map_holds_the_contract() -> None:
-    text = child("ConfigMap", "chat-engine", decode={"ranksPerHost": 2, "maxNumSeqs": 5})["data"]["config.json"]
+    prefill, decode = {"prefixCache": False, "maxWaiting": 7}, {"ranksPerHost": 2, "maxNumSeqs": 5}
+    text = child("ConfigMap", "chat-engine", prefill=prefill, decode=decode)["data"]["config.json"]
     config = EngineConfig.model_validate_json(text)
     assert (config.decode.ranks_per_host, config.decode.max_num_seqs) == (2, 5)
+    assert (config.prefill.prefix_cache, config.prefill.max_waiting) == (False, 7)
     assert config.model.path == "/models/tiny"
     assert config.discovery is not None
     assert (config.discovery.namespace, config.discovery.decode_service) == ("ns", "chat-decode")

@@ -138,6 +138,18 @@ class RoleSpec(_Model):
     max_num_seqs: int = Field(
         default=16, ge=1, le=4096, description="Seats of one rank: the most requests that it runs at once."
     )
+    max_waiting: int = Field(
+        default=256,
+        ge=1,
+        le=65536,
+        description="Most requests that wait in one pod; more are refused and told when to come again.",
+    )
+
+
+class PrefillSpec(RoleSpec):
+    """Size of the prefill role, and what only prefill does."""
+
+    prefix_cache: bool = Field(default=True, description="Whether prompts that begin alike share KV.")
 
 
 class RouterService(_Model):
@@ -195,7 +207,7 @@ class Spec(_Model):
         description="Engine image of all pods; absent: the one that the operator was installed with.",
     )
     model: Model = Field(description="The model to serve.")
-    prefill: RoleSpec = Field(default_factory=RoleSpec, description="The role that reads prompts and fills KV.")
+    prefill: PrefillSpec = Field(default_factory=PrefillSpec, description="The role that reads prompts and fills KV.")
     decode: RoleSpec = Field(
         default_factory=RoleSpec,
         description="The role that writes answers; kubectl scale and autoscalers act on its replicas.",

@@ -8,7 +8,7 @@ from typing import Any
 from glm52_engine.config import MODEL_MOUNT, DrainConfig, Role, RoleConfig
 from glm52_engine.sizing import HostMemory, host_memory
 from glm52_operator import names
-from glm52_operator.api.models import Spec
+from glm52_operator.api.models import PrefillSpec, Spec
 
 Object = dict[str, Any]
 
@@ -29,7 +29,11 @@ class Target:
     def role_config(self, role: Role) -> RoleConfig:
         own = self.spec.prefill if role == "prefill" else self.spec.decode
         return RoleConfig(
-            ranks_per_host=own.ranks_per_host, host_pool_gib=own.host_pool_gib, max_num_seqs=own.max_num_seqs
+            ranks_per_host=own.ranks_per_host,
+            host_pool_gib=own.host_pool_gib,
+            max_num_seqs=own.max_num_seqs,
+            max_waiting=own.max_waiting,
+            prefix_cache=isinstance(own, PrefillSpec) and own.prefix_cache,
         )
 
     def memory(self, role: Role) -> HostMemory:

@@ -1,46 +1,64 @@
-"""One line per event: time, level, part, message, then key=value. No line ever holds a newline or a lone surrogate."""
+"""One JSON object a line: time, level, part, message, what is bound to the request, then what the event adds."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
+import re
 import sys
 import time
-from typing import TextIO
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, TextIO
 
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
+_BOUND: ContextVar[dict[str, Any]] = ContextVar("bound", default={})  # noqa: B039  (replaced, never changed)
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-class LineFormatter(logging.Formatter):
+@contextlib.contextmanager
+def bound(**fields: Any) -> Iterator[None]:
+    """Adds `fields` to every record of this task, and of the tasks and threads that it starts."""
+    token = _BOUND.set({**_BOUND.get(), **fields})
+    try:
+        yield
+    finally:
+        _BOUND.reset(token)
+
+
+class JsonFormatter(logging.Formatter):
     def __init__(self, part: str) -> None:
         super().__init__()
         self.part = part
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        words = [f"{stamp}.{int(record.msecs):03d}Z", record.levelname, self.part, _one_line(record.getMessage())]
-        words += [f"{key}={_value(value)}" for key, value in record.__dict__.items() if key not in _OWN]
+        fields: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "part": self.part,
+            "message": record.getMessage(),
+            **_BOUND.get(),
+        }
+        fields |= {key: _value(value) for key, value in record.__dict__.items() if key not in _OWN}
         if record.exc_info and record.exc_info[1] is not None:
-            words.append("trace=" + _value(self.formatException(record.exc_info)))
-        return " ".join(words).encode("utf-8", "replace").decode()
+            fields["traceback"] = self.formatException(record.exc_info)
+        line = json.dumps(fields, ensure_ascii=False, default=str)
+        # Text of clients may hold half a surrogate pair, which no file and no pipe takes.
+        return _LONE_SURROGATE.sub("\ufffd", line)
 
 
-def _one_line(text: str) -> str:
-    return text.replace("\r", "\\r").replace("\n", "\\n")
-
-
-def _value(value: object) -> str:
+def _value(value: object) -> object:
     if isinstance(value, float):
-        return f"{value:.3f}"
-    text = str(value)
-    return (
-        text if text and text.isprintable() and not set(text) & set(" \"='") else json.dumps(text, ensure_ascii=False)
-    )
+        return round(value, 6) if math.isfinite(value) else str(value)
+    return value
 
 
 def setup(part: str, stream: TextIO | None = None, level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter(part))
+    handler.setFormatter(JsonFormatter(part))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("uvicorn.access", "aiohttp.access", "kubernetes", "urllib3", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

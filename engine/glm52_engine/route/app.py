@@ -6,78 +6,52 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ, Role
-from glm52_engine.lifecycle.life import Life, Refused
+from glm52_engine.lifecycle import trace
+from glm52_engine.lifecycle.life import Life
+from glm52_engine.lifecycle.logs import bound
 from glm52_engine.lifecycle.states import Probe, ready_probe, startup_probe
-from glm52_engine.route.legs import Relayed
+from glm52_engine.route.call import REQUEST_ID, Exchange
+from glm52_engine.route.errors import as_answer
+from glm52_engine.route.legs import Legs
+from glm52_engine.route.metrics import CONTENT_TYPE, RouterMetrics
 from glm52_engine.route.pools import Pools
-from glm52_engine.route.proxy import Exchange, Proxy
-from glm52_engine.serve.errors import ApiError, bad, no_route, unavailable
-from glm52_engine.serve.fields import MAX_BODY_BYTES, parse_object
+from glm52_engine.route.proxy import Proxy
+from glm52_engine.serve.bodies import check_content_type, read
+from glm52_engine.serve.errors import ApiError, bad
+from glm52_engine.serve.fields import MAX_BODY_BYTES
 from glm52_engine.serve.openai import Endpoint
 
 log = logging.getLogger(__name__)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]
+BODY_SECONDS = 300.0
+"""For a client to send its body: one that never ends it would hold up a drain for ever."""
 
-PARSE_ON_THREAD_BYTES = 256 << 10
-"""A longer body would hold up every stream while it is parsed."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
+EXCHANGE = web.RequestKey("exchange", Exchange)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class PodsCollector(Collector):
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-
-    def collect(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily("glm52_router_ready_pods", "Pods that take new requests", labels=["role"])
-        busy = GaugeMetricFamily("glm52_router_in_flight", "Calls in progress by pod", labels=["role", "pod"])
-        for role in ROLES:
-            urls = self._pools.ready(role)
-            ready.add_metric([role], len(urls))
-            for url in sorted(urls):
-                busy.add_metric([role, url], self._pools.in_flight(url))
-        yield ready
-        yield busy
-
-
 class Router:
     def __init__(
-        self, *, model: str, max_model_len: int, token: str, life: Life, pools: Pools, proxy: Proxy, wait_seconds: float
+        self, *, model: str, max_model_len: int, token: str, life: Life, pools: Pools, legs: Legs, wait_seconds: float
     ) -> None:
         self.model = model
         self.max_model_len = max_model_len
         self.life = life
         self.pools = pools
+        self.metrics = RouterMetrics(pools)
         self._token = token
-        self._proxy = proxy
+        self._proxy = Proxy(legs, pools, on_first_byte=self._first_byte)
         self._wait_seconds = wait_seconds
         self._began = int(time.time())
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(PodsCollector(pools))
-        self._requests = Counter(
-            "glm52_router_requests", "Client requests by status", ["endpoint", "status"], registry=self._registry
-        )
-        self._retries = Counter("glm52_router_retries", "Legs that were tried again", registry=self._registry)
-        self._aborted = Counter("glm52_router_aborted", "Requests whose client went away", registry=self._registry)
-        self._seconds = Histogram(
-            "glm52_router_request_seconds",
-            "Whole time of a client request",
-            ["endpoint"],
-            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
-            registry=self._registry,
-        )
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
@@ -99,43 +73,49 @@ class Router:
 
     def _serving(self, endpoint: Endpoint) -> Handler:
         async def serve(request: web.Request) -> web.StreamResponse:
-            began, status = time.monotonic(), "499"
-            try:
-                with self.life.serving():
-                    response = await self._answer(request, endpoint)
-                status = str(response.status)
-                return response
-            except asyncio.CancelledError:
-                self._aborted.inc()
-                raise
-            except (ApiError, Relayed) as error:
-                status = str(error.status)
-                raise
-            except Refused:
-                status = "503"
-                raise
-            except Exception:
-                status = "500"
-                raise
-            finally:
-                self._requests.labels(endpoint, status).inc()
-                self._seconds.labels(endpoint).observe(time.monotonic() - began)
+            exchange = Exchange(request, endpoint, b"", self._wait_seconds)
+            request[EXCHANGE] = exchange
+            attributes = {"glm52.request_id": exchange.request_id, "http.route": request.path}
+            with (
+                bound(request_id=exchange.request_id),
+                trace.serving(f"POST {request.path}", request.headers, attributes) as span,
+            ):
+                status = 499
+                try:
+                    with self.life.serving():
+                        response = await self._answer(exchange)
+                    status = response.status
+                    return response
+                except (asyncio.CancelledError, ConnectionError):
+                    self.metrics.aborted.inc()
+                    raise
+                except Exception as error:
+                    answer = as_answer(error, request)
+                    status = answer.status
+                    return answer
+                finally:
+                    span.answered(status)
+                    self._done(exchange, status)
 
         return serve
 
-    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        raw = await request.read()
-        on_thread = len(raw) > PARSE_ON_THREAD_BYTES
-        body = await asyncio.to_thread(parse_object, raw) if on_thread else parse_object(raw)
-        self._check_model(body)
-        exchange = Exchange(request, endpoint, body, self._wait_seconds)
-        began = time.monotonic()
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+        exchange.body = await self._body(exchange.request)
+        return await self._proxy.answer(exchange)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The client's body, known to be a JSON object that asks for our model."""
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            # Before any of it is read: the client may be waiting for a 100 Continue.
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
+        check_content_type(request.headers.get("content-type", ""))
         try:
-            return await self._proxy.answer(exchange)
-        finally:
-            self._retries.inc(exchange.retries)
-            seconds = time.monotonic() - began
-            log.info("request", extra={"request": exchange.public, "endpoint": endpoint, "seconds": seconds})
+            async with asyncio.timeout(BODY_SECONDS):
+                raw = await request.read()
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s", code="timeout") from error
+        await read(raw, self._check_model)
+        return raw
 
     def _check_model(self, body: dict[str, Any]) -> None:
         """The one field that the router can judge without tokens: an unknown model needs no pod to be refused."""
@@ -144,6 +124,17 @@ class Router:
             raise _no_model(model, self.model)
         if not model:
             raise bad(f"model: missing, expected {self.model!r}", param="model")
+
+    def _first_byte(self, exchange: Exchange) -> None:
+        self.metrics.first_byte.labels(exchange.endpoint).observe(time.monotonic() - exchange.began)
+
+    def _done(self, exchange: Exchange, status: int) -> None:
+        seconds = time.monotonic() - exchange.began
+        self.metrics.retries.inc(exchange.retries)
+        self.metrics.requests.labels(exchange.endpoint, str(status)).inc()
+        self.metrics.whole.labels(exchange.endpoint).observe(seconds)
+        extra = {"answer": exchange.public, "endpoint": exchange.endpoint, "status": status, "seconds": seconds}
+        log.info("request", extra=extra)
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -177,8 +168,7 @@ class Router:
         return _probe(probe)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=generate_latest(self._registry), headers=headers)
+        return web.Response(body=self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def _state(self, request: web.Request) -> web.Response:
         self._authorize(request)
@@ -193,34 +183,25 @@ class Router:
     async def _drain(self, request: web.Request) -> web.Response:
         self._authorize(request)
         raw = await request.read()
-        return web.json_response(await self.life.drain_call(parse_object(raw) if raw else {}))
+        body: dict[str, Any] = await read(raw, dict) if raw else {}
+        return web.json_response(await self.life.drain_call(body))
 
     def _authorize(self, request: web.Request) -> None:
-        given = request.headers.get(INTERNAL_TOKEN_HEADER, "").encode()
+        given = request.headers.get(INTERNAL_TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._token.encode()):
             raise ApiError(401, f"{request.path} needs the deployment's {INTERNAL_TOKEN_HEADER}", code="unauthorized")
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            return await handler(request)
-        except ApiError as error:
-            return _error(error)
-        except Relayed as error:
-            return web.Response(status=error.status, body=error.body, content_type="application/json")
-        except Refused as error:
-            return _error(unavailable(f"this router takes no requests: {error}", "not_ready"))
-        except web.HTTPRequestEntityTooLarge:
-            return _error(ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="body_too_large"))
-        except web.HTTPException as error:
-            if error.status in (404, 405):
-                return _error(no_route(request.method, request.path, known=error.status == 405))
-            return _error(ApiError(error.status, error.reason))
+            response = await handler(request)
         except ConnectionError:
             raise
         except Exception as error:
-            log.error("request failed", exc_info=error)
-            return _error(ApiError(500, "the router failed on this request; its log has the reason"))
+            response = as_answer(error, request)
+        if not response.prepared and EXCHANGE in request:
+            response.headers[REQUEST_ID] = request[EXCHANGE].request_id
+        return response
 
 
 def _no_model(name: str, ours: str) -> ApiError:
@@ -230,9 +211,3 @@ def _no_model(name: str, ours: str) -> ApiError:
 
 def _probe(probe: Probe) -> web.Response:
     return web.json_response(probe.body, status=probe.status)
-
-
-def _error(error: ApiError) -> web.Response:
-    return web.Response(
-        status=error.status, body=error.encode(), content_type="application/json", headers=error.headers()
-    )

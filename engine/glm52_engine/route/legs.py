@@ -7,14 +7,17 @@ import contextlib
 import enum
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from glm52_engine.lifecycle import trace
 from glm52_engine.route.pools import Pools
-from glm52_engine.serve.errors import ApiError, unavailable
+from glm52_engine.serve.bodies import read
+from glm52_engine.serve.errors import RETRY_AFTER_SECONDS, ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,8 @@ class Next(enum.Enum):
 
 
 class LegFailed(Exception):
+    """`dead`: the pod did not answer, so that it may hold the request still."""
+
     def __init__(self, url: str, error: ApiError, then: Next, *, dead: bool = False) -> None:
         super().__init__(f"{url}: {error.message}")
         self.url = url
@@ -52,11 +57,36 @@ class Relayed(Exception):
 
 def after(leg: str, status: int) -> Next:
     """By status of an answer that came before anything was sent to the client."""
-    if status == 503:
+    if status in (429, 503):
         return Next.OTHER_POD
     if status == 502 and leg == "decode":
         return Next.ANEW
     return Next.NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attempt at a request; `body` is the client's own, a JSON object in UTF-8."""
+
+    id: str
+    endpoint: str
+    body: bytes
+    request_id: str
+
+    def encode(self, answer: bytes = b"") -> bytes:
+        """The body of a leg's call. `answer`: prefill's, whose fields a decode call has as well.
+
+        The client's bytes are wrapped, not parsed and written anew: that would take as long as a step, for nothing.
+        """
+        fields = answer.strip()[1:-1].strip()
+        head = json.dumps({"id": self.id, "endpoint": self.endpoint}).encode()
+        return b"".join((b"{", fields, b"," if fields else b"", head[1:-1], b',"body":', self.body, b"}"))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    raw: bytes
+    kv: dict[str, Any] | None
 
 
 class Legs:
@@ -66,26 +96,37 @@ class Legs:
         self._headers = {INTERNAL_TOKEN_HEADER: token}
         self._background: set[asyncio.Task[None]] = set()
 
-    async def prefill(self, url: str, call: dict[str, Any]) -> dict[str, Any]:
+    async def prefill(self, url: str, call: Call) -> PrefillAnswer:
         """Prefill's answer; whatever is lost here can be repeated."""
-        async with self._call("prefill", url, "/internal/v1/prefill", call) as response:
-            return await _json(url, response)
+        async with self._call("prefill", url, call, call.encode()) as response:
+            return await _prefilled(url, response)
 
     @contextlib.asynccontextmanager
-    async def decode(self, url: str, call: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def decode(self, url: str, call: Call, prefilled: PrefillAnswer) -> AsyncIterator[aiohttp.ClientResponse]:
         """The open answer (status 200). Leaving the block early closes the connection: that cancels the request."""
-        async with self._call("decode", url, "/internal/v1/decode", call) as response:
+        async with self._call("decode", url, call, call.encode(prefilled.raw)) as response:
             yield response
 
     @contextlib.asynccontextmanager
-    async def _call(self, leg: str, url: str, path: str, call: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _call(self, leg: str, url: str, call: Call, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
-        with self._pools.busy(url):
+        attributes = {"glm52.call": call.id, "server.address": url}
+        with self._pools.busy(url), trace.step(f"{leg} leg", attributes, "CLIENT") as span:
+            headers = {
+                **self._headers,
+                **trace.outgoing(),
+                "content-type": "application/json",
+                "x-request-id": call.request_id,
+            }
             try:
-                response = await self._session.post(url + path, json=call, headers=self._headers, timeout=timeout)
+                path = f"{url}/internal/v1/{leg}"
+                response = await self._session.post(path, data=body, headers=headers, timeout=timeout)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise _unreachable(leg, url, error) from error
+                failed = _unreachable(leg, url, error)
+                span.answered(failed.error.status, failed.error.message)
+                raise failed from error
             try:
+                span.answered(response.status)
                 if response.status != 200:
                     await _refuse(leg, url, response)
                 yield response
@@ -128,31 +169,38 @@ async def _refuse(leg: str, url: str, response: aiohttp.ClientResponse) -> None:
     if then is Next.NOTHING:
         if response.status in (401, 404, 405) and not _is_ours(body):
             raise LegFailed(url, ApiError(502, f"the {leg} pod answers {response.status}"), Next.OTHER_POD)
-        raise Relayed(response.status, body, {})
-    raise LegFailed(url, _error_of(response.status, body), then)
+        kept = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
+        raise Relayed(response.status, body, kept)
+    raise LegFailed(url, _error_of(response.status, body, response.headers), then)
 
 
 def _is_ours(body: bytes) -> bool:
     return b'"error"' in body[:20]
 
 
-def _error_of(status: int, body: bytes) -> ApiError:
+def _error_of(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
     try:
         fields = json.loads(body)["error"]
         error = ApiError(status, str(fields["message"]), code=fields.get("code"))
     except (ValueError, KeyError, TypeError):
         error = ApiError(status, f"an engine pod answers {status}")
-    error.retry_after = 2 if status == 503 else None
+    seconds = headers.get("retry-after", "")
+    if status in (429, 503):
+        error.retry_after = int(seconds) if seconds.isascii() and seconds.isdigit() else RETRY_AFTER_SECONDS
     return error
 
 
-async def _json(url: str, response: aiohttp.ClientResponse) -> dict[str, Any]:
+async def _prefilled(url: str, response: aiohttp.ClientResponse) -> PrefillAnswer:
     try:
-        answer = await response.json()
+        raw = await response.read()
+        # A long prompt's answer lists its tokens.
+        kv = await read(raw, lambda answer: answer.get("kv"))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _unreachable("prefill", url, error) from error
-    except ValueError as error:
-        raise LegFailed(url, ApiError(502, "the prefill pod's answer is no JSON"), Next.OTHER_POD) from error
-    if not isinstance(answer, dict):
-        raise LegFailed(url, ApiError(502, "the prefill pod's answer is no object"), Next.OTHER_POD)
-    return answer
+    except ApiError as error:
+        words = ApiError(502, f"the prefill pod's answer is of no use: {error.message}", code="prefill_lost")
+        raise LegFailed(url, words, Next.OTHER_POD) from error
+    if kv is not None and not (isinstance(kv, dict) and isinstance(kv.get("address"), str)):
+        words = ApiError(502, "the prefill pod's answer has a kv without address", code="prefill_lost")
+        raise LegFailed(url, words, Next.OTHER_POD)
+    return PrefillAnswer(raw, kv)

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.connector import AddrInfoType
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
-from glm52_engine.lifecycle import logs
+from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.start import bind, install_signals, notice_dead_peers, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
@@ -22,7 +22,6 @@ from glm52_engine.route.app import Router
 from glm52_engine.route.discover import check_static, discover
 from glm52_engine.route.legs import Legs
 from glm52_engine.route.pools import Pools
-from glm52_engine.route.proxy import Proxy
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,7 @@ class RouterOptions:
 def route(options: RouterOptions) -> int:
     """Runs until TERM or a failure; returns the exit code after the termination message is written."""
     logs.setup(ROLE)
+    trace.setup(ROLE)
     try:
         config = read_engine_config(options.config)
         token = read_token(options.token_file)
@@ -81,7 +81,7 @@ async def run_router(options: RouterOptions, config: EngineConfig, token: str, l
             token=token,
             life=life,
             pools=pools,
-            proxy=Proxy(legs, pools),
+            legs=legs,
             wait_seconds=options.wait_seconds,
         )
         runner = web.AppRunner(
@@ -104,6 +104,7 @@ async def run_router(options: RouterOptions, config: EngineConfig, token: str, l
             life.stop()
             await runner.cleanup()
             await legs.settle()
+            await asyncio.to_thread(trace.flush)
     return leave(outcome, ROLE, message, in_flight=cut_off)
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 from aiohttp import web
 
 from glm52_engine.config import Role
-from glm52_engine.route.legs import LegFailed, Legs, Next
+from glm52_engine.route.call import REQUEST_ID, Exchange
+from glm52_engine.route.legs import Call, LegFailed, Legs, Next, PrefillAnswer, Relayed
 from glm52_engine.route.pools import Pools
-from glm52_engine.serve.errors import ApiError, unavailable
-from glm52_engine.serve.openai import Endpoint
+from glm52_engine.serve.errors import RETRY_AFTER_SECONDS, ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -31,64 +28,51 @@ PAUSE_SECONDS = 0.2
 """Before a pod that has just failed is tried again because there is no other."""
 
 
-@dataclass(slots=True)
-class Exchange:
-    """One client request in progress."""
-
-    request: web.Request
-    endpoint: Endpoint
-    body: dict[str, Any]
-    wait_seconds: float
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    tried: set[str] = field(default_factory=set)
-    retries: int = 0
-    last: ApiError | None = None
-
-    @property
-    def public(self) -> str:
-        return f"{'chatcmpl' if self.endpoint == 'chat' else 'cmpl'}-{self.id}"
-
-    def note(self, failure: LegFailed) -> None:
-        self.tried.add(failure.url)
-        self.last = failure.error
-        self.retries += 1
-        log.warning("a leg failed: %s", failure, extra={"request": self.public, "next": failure.then.value})
-
-
 class Proxy:
-    def __init__(self, legs: Legs, pools: Pools) -> None:
+    """`on_first_byte` is called once per answer, before its head is sent."""
+
+    def __init__(
+        self, legs: Legs, pools: Pools, on_first_byte: Callable[[Exchange], None] = lambda exchange: None
+    ) -> None:
         self._legs = legs
         self._pools = pools
+        self._on_first_byte = on_first_byte
 
     async def answer(self, exchange: Exchange) -> web.StreamResponse:
         """The client's answer; raises ApiError or Relayed when there is none."""
         for attempt in range(ATTEMPTS):
-            call = {"id": f"{exchange.public}.{attempt}", "endpoint": exchange.endpoint, "body": exchange.body}
+            call = Call(f"{exchange.public}.{attempt}", exchange.endpoint, exchange.body, exchange.request_id)
             url = await self._pick("prefill", exchange)
             try:
                 async with self._prefilled(url, call) as prefilled:
-                    return await self._decode(exchange, {**prefilled, **call})
+                    return await self._decode(exchange, call, prefilled)
             except LegFailed as failure:
                 self._blame(exchange, failure)
         raise _given_up(exchange)
 
     @contextlib.asynccontextmanager
-    async def _prefilled(self, url: str, call: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _prefilled(self, url: str, call: Call) -> AsyncIterator[PrefillAnswer]:
         """Prefill's answer; leaving the block other than by a finished answer tells the pod to free the KV."""
-        prefilled: dict[str, Any] = {}
         try:
             prefilled = await self._legs.prefill(url, call)
+        except BaseException as error:
+            refused = isinstance(error, Relayed) or (isinstance(error, LegFailed) and not error.dead)
+            if not refused:
+                # It may be computing, or its answer may be on the way: then only we know that nobody reads it.
+                self._legs.give_up(None, url, call.id)
+            raise
+        try:
             yield prefilled
         except BaseException:
-            if not prefilled or prefilled.get("kv"):
-                self._legs.give_up(prefilled.get("kv"), url, call["id"])
+            if prefilled.kv:
+                self._legs.give_up(prefilled.kv, url, call.id)
             raise
 
-    async def _decode(self, exchange: Exchange, call: dict[str, Any]) -> web.StreamResponse:
+    async def _decode(self, exchange: Exchange, call: Call, prefilled: PrefillAnswer) -> web.StreamResponse:
         for _ in range(DECODE_ATTEMPTS):
             url = await self._pick("decode", exchange)
             try:
-                async with self._legs.decode(url, call) as response:
+                async with self._legs.decode(url, call, prefilled) as response:
                     return await self._relay(exchange, url, response)
             except LegFailed as failure:
                 if failure.then is not Next.OTHER_POD:
@@ -101,26 +85,33 @@ class Proxy:
         if url is None:
             raise unavailable(f"no {role} pod is ready", f"no_{role}_pod")
         if url in exchange.tried:
+            if exchange.last is not None and exchange.last.status == 429:
+                # Every pod's queue is full: the client is told how long to stay away.
+                raise exchange.last
             await asyncio.sleep(PAUSE_SECONDS)
         return url
 
     def _blame(self, exchange: Exchange, failure: LegFailed) -> None:
         exchange.note(failure)
+        log.warning("a leg failed: %s", failure, extra={"next": failure.then.value})
         if failure.dead:
             self._pools.suspect(failure.url)
 
     async def _relay(self, exchange: Exchange, url: str, response: aiohttp.ClientResponse) -> web.StreamResponse:
         headers = {"content-type": response.headers.get("content-type", "application/json")}
-        headers["x-request-id"] = exchange.public
+        headers[REQUEST_ID] = exchange.request_id
         try:
             if response.content_type != "text/event-stream":
                 # Whole answers are collected first: until then the request can still be repeated elsewhere.
-                return web.Response(status=200, body=await response.read(), headers=headers)
+                whole = await response.read()
+                self._on_first_byte(exchange)
+                return web.Response(status=200, body=whole, headers=headers)
             first = await response.content.readany()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _broken(url, error) from error
         if not first:
             raise _broken(url, EOFError())
+        self._on_first_byte(exchange)
         stream = web.StreamResponse(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         await stream.prepare(exchange.request)
         await stream.write(first)
@@ -135,7 +126,7 @@ class Proxy:
             try:
                 chunk = await response.content.readany()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.warning("stream cut", extra={"request": exchange.public, "pod": url, "reason": repr(error)})
+                log.warning("stream cut", extra={"pod": url, "reason": repr(error)})
                 self._pools.suspect(url)
                 words = ApiError(502, "the decode pod went away in the middle of the answer", code="decode_lost")
                 # The cut may lie in the middle of an event: the empty line ends what there was of it.
@@ -153,6 +144,6 @@ def _broken(url: str, error: Exception) -> LegFailed:
 
 def _given_up(exchange: Exchange) -> ApiError:
     error = exchange.last or unavailable("no pod answered")
-    error.retry_after = error.retry_after or 2
-    log.error("given up", extra={"request": exchange.public, "retries": exchange.retries, "reason": error.message})
+    error.retry_after = error.retry_after or RETRY_AFTER_SECONDS
+    log.error("given up", extra={"retries": exchange.retries, "reason": error.message})
     return error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,18 +13,24 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ
+from glm52_engine.lifecycle import trace
+from glm52_engine.lifecycle.logs import bound
 from glm52_engine.lifecycle.states import Probe, live_probe, ready_probe, startup_probe
+from glm52_engine.serve.bodies import read
 from glm52_engine.serve.decode import decode
-from glm52_engine.serve.errors import ApiError, no_route
-from glm52_engine.serve.fields import MAX_BODY_BYTES, parse_object
+from glm52_engine.serve.errors import ApiError, no_route, wrong_method
+from glm52_engine.serve.fields import MAX_BODY_BYTES, MAX_DEPTH
 from glm52_engine.serve.metrics import CONTENT_TYPE
 from glm52_engine.serve.pod import DecodeCall, Pod, PrefillCall, read_call, told
 from glm52_engine.serve.prefill import prefill, release_lease, renew_lease
 from glm52_engine.serve.sender import Answering, Sender
+from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.peers import AGENT_PATH, LEASE_PATH, RELEASE_PATH, agent_card
 
 INTERNAL_BODY_BYTES = MAX_BODY_BYTES * 2
 """A decode call carries the client's body and the prompt's token ids."""
+
+T = TypeVar("T")
 
 
 def make_app(pod: Pod) -> ASGIApp:
@@ -62,15 +69,16 @@ class InternalOnly:
         return hmac.compare_digest(given, self._token)
 
 
-async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """The body as an object; 413 as soon as it is longer than `limit`."""
+async def read_body(request: Request, use: Callable[[dict[str, Any]], T]) -> T:
+    """`use` of the body as an object; 413 as soon as it is longer than INTERNAL_BODY_BYTES."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limit:
-            raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+        if size > INTERNAL_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {INTERNAL_BODY_BYTES} bytes", code="body_too_large")
         chunks.append(chunk)
-    return parse_object(b"".join(chunks))
+    # A call wraps the client's body in one more object.
+    return await read(b"".join(chunks), use, max_depth=MAX_DEPTH + 1)
 
 
 def state(pod: Pod) -> dict[str, Any]:
@@ -134,18 +142,18 @@ def _internal(app: FastAPI, pod: Pod) -> None:
 
     @app.post("/internal/v1/drain")
     async def drain(request: Request) -> JSONResponse:
-        return JSONResponse(await pod.life.drain_call(await read_body(request, INTERNAL_BODY_BYTES)))
+        return JSONResponse(await pod.life.drain_call(await read_body(request, dict)))
 
 
 def _prefill_routes(app: FastAPI, pod: Pod) -> None:
     @app.post("/internal/v1/prefill")
     async def post_prefill(request: Request) -> Response:
-        call = read_call(PrefillCall, await read_body(request, INTERNAL_BODY_BYTES))
+        call = await read_body(request, partial(read_call, PrefillCall))
 
-        async def work(sender: Sender) -> None:
-            await prefill(pod, call, sender)
+        async def work(sender: Sender, watch: Watch) -> None:
+            await prefill(pod, call, sender, watch)
 
-        return _answering(pod, call.id, work)
+        return _answering(pod, request, call.id, work)
 
     @app.get(AGENT_PATH)
     async def agent() -> JSONResponse:
@@ -153,32 +161,46 @@ def _prefill_routes(app: FastAPI, pod: Pod) -> None:
 
     @app.post(LEASE_PATH)
     async def lease(request: Request) -> JSONResponse:
-        return JSONResponse(renew_lease(pod, await read_body(request, INTERNAL_BODY_BYTES)).model_dump())
+        return JSONResponse(renew_lease(pod, await read_body(request, dict)).model_dump())
 
     @app.post(RELEASE_PATH)
     async def release(request: Request) -> JSONResponse:
-        return JSONResponse(release_lease(pod, await read_body(request, INTERNAL_BODY_BYTES)))
+        return JSONResponse(release_lease(pod, await read_body(request, dict)))
 
 
 def _decode_routes(app: FastAPI, pod: Pod) -> None:
     @app.post("/internal/v1/decode")
     async def post_decode(request: Request) -> Response:
-        call = read_call(DecodeCall, await read_body(request, INTERNAL_BODY_BYTES))
+        call = await read_body(request, partial(read_call, DecodeCall))
 
-        async def work(sender: Sender) -> None:
-            await decode(pod, call, sender)
+        async def work(sender: Sender, watch: Watch) -> None:
+            await decode(pod, call, sender, watch)
 
-        return _answering(pod, call.id, work)
+        return _answering(pod, request, call.id, work)
 
 
-def _answering(pod: Pod, request_id: str, work: Callable[[Sender], Awaitable[None]]) -> Response:
+def _answering(pod: Pod, request: Request, call_id: str, work: Callable[[Sender, Watch], Awaitable[None]]) -> Response:
+    """The answer to one leg of a request: watched, traced, and cancelled when the router goes away."""
+    request_id = request.headers.get("x-request-id") or call_id
+
     def failed(error: Exception) -> ApiError:
-        answer = told(error, request_id, pod.loaded.stopped) if pod.loaded else told(error, request_id)
+        answer = told(error, call_id, pod.loaded.stopped) if pod.loaded else told(error, call_id)
         pod.metrics.failed.labels(pod.metrics.model, str(answer.status)).inc()
         return answer
 
-    aborted = pod.metrics.aborted.labels(pod.metrics.model)
-    return Answering(work, request_id=request_id, failed=failed, on_disconnect=aborted.inc)
+    async def watched(sender: Sender) -> None:
+        attributes = {"glm52.request_id": request_id, "glm52.call": call_id, "gen_ai.request.model": pod.metrics.model}
+        with bound(request_id=request_id), trace.serving(pod.role, request.headers, attributes) as span:
+            try:
+                await work(sender, Watch(pod.metrics, span))
+            except Exception as error:
+                answer = failed(error)
+                span.answered(answer.status, answer.message)
+                raise answer from error
+
+    # What `watched` raises is told already.
+    same = partial(told, request_id=call_id)
+    return Answering(watched, request_id=request_id, failed=same, on_disconnect=pod.metrics.aborted.inc)
 
 
 def _answer(error: ApiError) -> JSONResponse:
@@ -192,8 +214,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):
-        return _answer(no_route(request.method, request.url.path, known=error.status_code == 405))
+    if error.status_code == 404:
+        return _answer(no_route(request.method, request.url.path))
+    if error.status_code == 405:
+        return _answer(wrong_method(request.method, request.url.path, (error.headers or {}).get("Allow", "")))
     return _answer(ApiError(error.status_code, str(error.detail)))
 
 

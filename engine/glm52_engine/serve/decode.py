@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -17,19 +16,20 @@ from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import DecodeCall, Loaded, Pod
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import Piece, TextStream, engine_request
+from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.agent import TransferError
 from glm52_engine.transfer.peers import KvReference
 
 log = logging.getLogger(__name__)
 
 
-async def decode(pod: Pod, call: DecodeCall, sender: Sender) -> None:
+async def decode(pod: Pod, call: DecodeCall, sender: Sender, watch: Watch) -> None:
     # A pod that takes no requests leaves the lease alone: the router offers the same KV to another one.
     with pod.life.serving():
         parts = pod.parts()
-        began = time.monotonic()
         with _offered(parts, call) as offer:
-            run = _prepare(pod, parts, call)
+            # A long conversation takes a while to check; the streams and the probes must go on meanwhile.
+            run = await asyncio.to_thread(_prepare, pod, parts, call, watch)
             if run.piece.finish:
                 await run.answer(sender, _only(run.piece))
             elif call.kv is None:
@@ -37,9 +37,7 @@ async def decode(pod: Pod, call: DecodeCall, sender: Sender) -> None:
             else:
                 _check_geometry(parts, run.request, call.kv)
                 await _continue(run, offer, call.kv, sender)
-        seconds = time.monotonic() - began
-        pod.metrics.latency.labels(pod.metrics.model).observe(seconds)
-        log.info("answered", extra={"request": call.id, "tokens": run.text.tokens, "seconds": seconds})
+        log.info("answered", extra={"request": call.id, "tokens": run.text.tokens, "seconds": watch.ended()})
 
 
 @dataclass(slots=True)
@@ -72,10 +70,11 @@ class _Run:
     piece: Piece
     """What the first token adds."""
     shape: Shape
+    watch: Watch
 
     async def answer(self, sender: Sender, pieces: AsyncIterator[Piece]) -> None:
         finish = await (self._stream(sender, pieces) if self.asked.stream else self._whole(sender, pieces))
-        self.pod.metrics.success.labels(self.pod.metrics.model, finish).inc()
+        self.watch.finished(finish, self.text.tokens)
 
     async def _whole(self, sender: Sender, pieces: AsyncIterator[Piece]) -> str:
         all_pieces = [piece async for piece in pieces]
@@ -105,7 +104,7 @@ def _finish(last: Piece | None) -> str:
     return last.finish
 
 
-def _prepare(pod: Pod, parts: Loaded, call: DecodeCall) -> _Run:
+def _prepare(pod: Pod, parts: Loaded, call: DecodeCall, watch: Watch) -> _Run:
     asked = read_request(call.endpoint, call.body, pod.config.model.name)
     if max(call.prompt_ids) >= parts.tokenizer.vocab_bound or min(call.prompt_ids) < 0:
         raise bad(f"prompt_ids: a token id is not below {parts.tokenizer.vocab_bound}", param="prompt_ids")
@@ -121,7 +120,8 @@ def _prepare(pod: Pod, parts: Loaded, call: DecodeCall) -> _Run:
     )
     text = TextStream(asked, parts.tokenizer)
     first = Token(call.first_token.id, 0, cast("FinishReason | None", call.first_token.finish))
-    return _Run(pod, parts, asked, request, first, text, text.push(first), Shape(asked, call.id, len(request.prompt)))
+    shape = Shape(asked, call.id, len(request.prompt))
+    return _Run(pod, parts, asked, request, first, text, text.push(first), shape, watch)
 
 
 def _check_geometry(parts: Loaded, request: Request, kv: KvReference) -> None:
@@ -138,10 +138,10 @@ async def _continue(run: _Run, offer: _Offer, kv: KvReference, sender: Sender) -
     engine, request = run.parts.engine, run.request
     try:
         blocks = await _reserve(run, kv)
-        began = time.monotonic()
+        run.watch.seated()
         await run.parts.puller.pull(kv, request.id, request.prompt, blocks)
         offer.open = False
-        run.pod.metrics.pull_seconds.labels(run.pod.metrics.model).observe(time.monotonic() - began)
+        run.watch.pulled()
         async with contextlib.aclosing(_pieces(run, blocks)) as pieces:
             await run.answer(sender, pieces)
     finally:
@@ -173,9 +173,11 @@ async def _only(piece: Piece) -> AsyncIterator[Piece]:
 async def _pieces(run: _Run, blocks: Blocks) -> AsyncGenerator[Piece, None]:
     """Ends with the first piece that has a finish reason; closing it frees the seat and the blocks."""
     yield run.piece
+    seen = run.watch.tokens()
     tokens = run.parts.engine.decode(run.request, blocks, run.first)
     try:
         async for token in tokens:
+            seen()
             piece = run.text.push(token)
             yield piece
             if piece.finish:

@@ -26,11 +26,14 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.allow = ""
 
     @property
     def kind(self) -> str:
         if self.status == 401:
             return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> dict[str, Any]:
@@ -45,7 +48,8 @@ class ApiError(Exception):
         return b"data: " + self.encode() + b"\n\n"
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return {**headers, "allow": self.allow} if self.allow else headers
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -56,7 +60,12 @@ def unavailable(message: str, code: str | None = None) -> ApiError:
     return ApiError(503, message, code=code, retry_after=RETRY_AFTER_SECONDS)
 
 
-def no_route(method: str, path: str, *, known: bool) -> ApiError:
-    if known:
-        return ApiError(405, f"{path} does not take {method}", code="method_not_allowed")
+def no_route(method: str, path: str) -> ApiError:
     return ApiError(404, f"there is no {method} {path}", code="unknown_url")
+
+
+def wrong_method(method: str, path: str, allowed: str) -> ApiError:
+    """`allowed`: what the Allow header lists, which a 405 must have."""
+    error = ApiError(405, f"{path} does not take {method}, only {allowed}", code="method_not_allowed")
+    error.allow = allowed
+    return error

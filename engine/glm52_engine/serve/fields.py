@@ -13,26 +13,42 @@ from glm52_engine.serve.errors import bad
 MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens is about 5 MB of text; JSON escapes can multiply it."""
 
+MAX_DEPTH = 64
+"""Of arrays and objects in each other. JSON schemas of tools are the deepest thing that anybody means to send; what is
+deeper would end in somebody's recursion limit: the template's, the encoder's, or the next server's."""
+
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """A request body as an object whose strings are all valid Unicode; raises a 400."""
+    too_deep = bad(f"the body is not usable JSON: it is nested too deeply, more than {max_depth} arrays and objects")
     try:
-        value = json.loads(raw, parse_constant=_no_constant)
+        # Decoded here: json would also take UTF-16 and UTF-32, which the next server does not.
+        value = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise bad(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
     except RecursionError as error:
-        raise bad("the body is not usable JSON: it is nested too deeply") from error
+        raise too_deep from error
     except ValueError as error:
         raise bad(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise bad(f"the body is a JSON {_kind(value)}, expected an object")
+    if _is_deeper(value, max_depth):
+        raise too_deep
     # Half a surrogate pair is legal in JSON and illegal in UTF-8: it would break the tokenizer and the answer.
-    try:
-        return _clean(value) if b"\\u" in raw else value
-    except RecursionError as error:
-        raise bad("the body is not usable JSON: it is nested too deeply") from error
+    return _clean(value) if b"\\u" in raw else value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Level by level, without recursion."""
+    level = [value]
+    for _ in range(limit):
+        items = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [item for inner in items for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _no_constant(name: str) -> NoReturn:

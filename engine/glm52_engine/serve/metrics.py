@@ -1,4 +1,4 @@
-"""Prometheus: vLLM's names where vLLM has one, so that existing dashboards and autoscalers work."""
+"""Prometheus: vLLM's names where vLLM has one, so that existing dashboards and autoscalers work. docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_TOKENS = tuple(float(digit * 10**zeros) for zeros in range(7) for digit in (1, 2, 5))[:19]
 
 
 class _Snapshot(Collector):
@@ -53,23 +55,25 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily("glm52_kv_leases", "Prompts whose KV is held for a decode peer", value=self._leases())
 
     def _engine(self, stats: Stats) -> Iterator[Metric]:
-        gauges = {
-            "vllm:num_requests_running": ("Requests in the step loop", float(stats.running)),
-            "vllm:num_requests_waiting": ("Requests waiting for a seat or blocks", float(stats.waiting)),
-            "vllm:kv_cache_usage_perc": (
-                "Share of KV blocks in use, 0 to 1",
-                1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0,
-            ),
-            "glm52_kv_blocks_free": ("Free KV blocks", float(stats.blocks_free)),
-            "glm52_kv_blocks": ("KV blocks", float(stats.blocks_total)),
+        used = 1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
+        gauges: dict[str, tuple[str, float]] = {
+            "vllm:num_requests_running": ("Requests in the step loop", stats.running),
+            "vllm:num_requests_waiting": ("Requests waiting for a seat or blocks", stats.waiting),
+            "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
+            "glm52_kv_blocks": ("KV blocks", stats.blocks_total),
+            "glm52_kv_blocks_free": ("KV blocks that can be had at once", stats.blocks_free),
+            "glm52_kv_blocks_cached": ("Free KV blocks that still hold a prefix", stats.blocks_cached),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
+            gauge.add_metric([self._model], float(value))
             yield gauge
         counters = {
             "vllm:prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens_computed),
             "vllm:generation_tokens": ("Tokens generated", stats.tokens_generated),
+            "vllm:prefix_cache_queries": ("Prompt tokens looked for in the prefix cache", stats.prefix_cache_queries),
+            "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.prefix_cache_hits),
+            "vllm:num_preemptions": ("Preempted requests: nothing is ever preempted", 0),
             "glm52_prompt_tokens_computed": (
                 "Prompt tokens that went through the model here",
                 stats.prompt_tokens_computed,
@@ -83,40 +87,34 @@ class _Snapshot(Collector):
 
 
 class Metrics:
+    """What is counted and timed per request. Every series but those by status exists from the start, at zero."""
+
     def __init__(
         self, model: str, stats: Callable[[], Stats | None], kv: TransferCounters, leases: Callable[[], int]
     ) -> None:
-        registry = self._registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Snapshot(model, stats, kv, leases))
-        self.success = Counter(
-            "vllm:request_success", "Requests that finished", ["model_name", "finished_reason"], registry=registry
-        )
-        self.aborted = Counter(
-            "glm52_requests_aborted", "Requests whose client went away", ["model_name"], registry=registry
-        )
-        self.failed = Counter(
-            "glm52_requests_failed", "Requests that failed", ["model_name", "status"], registry=registry
-        )
-        self.first_token = Histogram(
-            "vllm:time_to_first_token_seconds",
-            "From the arrival of the call at this pod to its first token",
-            ["model_name"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.latency = Histogram(
-            "vllm:e2e_request_latency_seconds",
-            "Whole time of a call at this pod",
-            ["model_name"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.pull_seconds = Histogram(
-            "glm52_kv_pull_seconds", "Time of one KV pull", ["model_name"], buckets=_SECONDS, registry=registry
-        )
         self.model = model
-        for metric in (self.aborted, self.first_token, self.latency, self.pull_seconds):
-            metric.labels(model)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Snapshot(model, stats, kv, leases))
+        self.success = self._counter("vllm:request_success", "Requests that finished", "finished_reason")
+        self.aborted = self._counter("glm52_requests_aborted", "Requests whose client went away").labels(model)
+        self.failed = self._counter("glm52_requests_failed", "Requests that were refused or failed", "status")
+        seconds = self._histogram
+        self.first_token = seconds("vllm:time_to_first_token_seconds", "From a call's arrival to its first token here")
+        self.token_gap = seconds("vllm:inter_token_latency_seconds", "Between two tokens of a request", _TOKEN_SECONDS)
+        self.latency = seconds("vllm:e2e_request_latency_seconds", "Whole time of a call at this pod")
+        self.queue = seconds("vllm:request_queue_time_seconds", "Waiting for a seat and KV blocks")
+        self.prefill = seconds("vllm:request_prefill_time_seconds", "From the seat to the first token")
+        self.decode = seconds("vllm:request_decode_time_seconds", "From the first token here to the last")
+        self.prompt = seconds("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.generated = seconds("vllm:request_generation_tokens", "Tokens of an answer", _TOKENS)
+        self.max_tokens = seconds("vllm:request_params_max_tokens", "Most tokens that a request may have", _TOKENS)
+        self.pull_seconds = seconds("glm52_kv_pull_seconds", "Time of one KV pull")
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model_name", *labels], registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry).labels(self.model)

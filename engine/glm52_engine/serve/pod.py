@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
-from glm52_engine.runtime.types import Engine, RequestError
+from glm52_engine.runtime.types import Engine, EngineBusy, RequestError
 from glm52_engine.serve.errors import ApiError, bad, unavailable
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.openai import Endpoint
@@ -115,6 +115,8 @@ def told(error: Exception, request_id: str, stopped: type[Exception] = Refused) 
         return error
     if isinstance(error, RequestError):
         return bad(str(error))
+    if isinstance(error, EngineBusy):
+        return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, stopped) and stopped is not Refused:
         return unavailable(f"this server is going away: {error}", "aborted")
     if isinstance(error, Refused):

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from glm52_engine.runtime.types import Prefilled as EnginePrefilled
 from glm52_engine.serve.errors import ApiError, bad
-from glm52_engine.serve.openai import read_request
+from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import FirstToken, Loaded, Pod, PrefillCall, Prefilled
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import engine_request, new_seed, prompt_ids
+from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.peers import KvReference, LeaseCard
 
 log = logging.getLogger(__name__)
 
 
-async def prefill(pod: Pod, call: PrefillCall, sender: Sender) -> None:
+async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> None:
     with pod.life.serving():
-        began = time.monotonic()
         parts = pod.parts()
-        asked = read_request(call.endpoint, call.body, pod.config.model.name)
-        prompt = await asyncio.to_thread(prompt_ids, asked, parts.tokenizer)
+
+        def understood() -> tuple[Asked, tuple[int, ...]]:
+            asked = read_request(call.endpoint, call.body, pod.config.model.name)
+            return asked, prompt_ids(asked, parts.tokenizer)
+
+        # A large body takes seconds to check, render and tokenise; the probes must be answered meanwhile.
+        asked, prompt = await asyncio.to_thread(understood)
         if not prompt:
             raise bad("prompt: has no tokens", param="prompt")
         seed = new_seed() if asked.seed is None else asked.seed
@@ -35,16 +39,16 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender) -> None:
             max_model_len=pod.config.model.max_model_len,
             tokenizer=parts.tokenizer,
         )
+        watch.asked(request)
         result = await parts.engine.prefill(request)
-        pod.metrics.first_token.labels(pod.metrics.model).observe(time.monotonic() - began)
+        watch.first_token(result.queued_seconds)
         answer = _hold(pod, parts, call.id, prompt, seed, result)
         try:
             await sender.whole(200, answer.model_dump())
         except asyncio.CancelledError:
             parts.holder.give_up(call.id)
             raise
-        pod.metrics.latency.labels(pod.metrics.model).observe(time.monotonic() - began)
-        log.info("prefilled", extra={"request": call.id, "tokens": len(prompt), "seconds": time.monotonic() - began})
+        log.info("prefilled", extra={"request": call.id, "tokens": len(prompt), "seconds": watch.ended()})
 
 
 def _hold(
@@ -54,7 +58,6 @@ def _hold(
     token = FirstToken(id=result.token.id, finish=result.token.finish)
     if result.token.finish is not None:
         parts.engine.release(request_id)
-        pod.metrics.success.labels(pod.metrics.model, result.token.finish).inc()
         return Prefilled(id=request_id, prompt_ids=list(prompt), first_token=token, seed=seed)
     parts.holder.grant(request_id, result.blocks, prompt)
     kv = KvReference(

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
-from glm52_engine.lifecycle import logs
+from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
@@ -56,6 +56,7 @@ class ServeOptions:
 def serve(options: ServeOptions) -> int:
     """Runs until TERM or a failure; returns the exit code after the termination message is written."""
     logs.setup(options.role)
+    trace.setup(options.role)
     try:
         config = read_engine_config(options.config)
         token = read_token(options.token_file)
@@ -181,6 +182,7 @@ class Process:
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(http), LAST_WORDS_SECONDS)
+        await asyncio.to_thread(trace.flush)
         return leave(outcome, self.options.role, message, in_flight=cut_off)
 
     async def _close(self, parts: Loaded) -> None:
@@ -191,9 +193,9 @@ class Process:
             try:
                 await asyncio.wait_for(in_thread(close), limit)
             except TimeoutError:
-                log.error("did not close in time", extra={"part": name, "limit": limit})
+                log.error("did not close in time", extra={"closing": name, "limit": limit})
             except Exception as error:
-                log.error("did not close", exc_info=error, extra={"part": name})
+                log.error("did not close", exc_info=error, extra={"closing": name})
         await self.life.until_idle(LAST_WORDS_SECONDS)
         await parts.puller.session.close()
 

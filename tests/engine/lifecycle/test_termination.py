@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
 from glm52_engine.config import EXIT_CODES, Outcome, Termination
-from glm52_engine.lifecycle.logs import LineFormatter
 from glm52_engine.lifecycle.termination import last_line, leave
 
 
@@ -31,10 +29,3 @@ def test_a_place_that_cannot_be_written_changes_no_exit_code(monkeypatch: pytest
 def test_an_exception_becomes_one_line() -> None:
     assert last_line(RuntimeError("a\n  b")) == "RuntimeError: a b"
     assert last_line(ValueError()) == "ValueError"
-
-
-def test_a_log_record_is_one_line_of_valid_text() -> None:
-    record = logging.makeLogRecord({"msg": "two\nlines \ud83d", "levelname": "INFO", "request": "a b", "tokens": 3})
-    line = LineFormatter("decode").format(record)
-    assert line.endswith('INFO decode two\\nlines ? request="a b" tokens=3')
-    line.encode()

@@ -1,0 +1,53 @@
+"""One client request in progress, and the calls that are made for it. The client's body stays the bytes that came."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from glm52_engine.route.legs import LegFailed
+from glm52_engine.serve.errors import ApiError
+from glm52_engine.serve.openai import Endpoint
+
+REQUEST_ID = "x-request-id"
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def given_id(headers: Mapping[str, str]) -> str | None:
+    """The client's own x-request-id, if it is one that can stand in headers and logs."""
+    value = headers.get(REQUEST_ID, "")
+    return value if _USABLE_ID.fullmatch(value) else None
+
+
+@dataclass(slots=True)
+class Exchange:
+    request: web.Request
+    endpoint: Endpoint
+    body: bytes
+    """A JSON object in UTF-8, checked."""
+    wait_seconds: float
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    began: float = field(default_factory=time.monotonic)
+    tried: set[str] = field(default_factory=set)
+    retries: int = 0
+    last: ApiError | None = None
+
+    @property
+    def public(self) -> str:
+        """The id of the answer."""
+        return f"{'chatcmpl' if self.endpoint == 'chat' else 'cmpl'}-{self.id}"
+
+    @property
+    def request_id(self) -> str:
+        """What x-request-id says in every answer and every log line."""
+        return given_id(self.request.headers) or self.public
+
+    def note(self, failure: LegFailed) -> None:
+        self.tried.add(failure.url)
+        self.last = failure.error
+        self.retries += 1

@@ -6,37 +6,55 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Text up to the first stop string, which is left out itself. Holds back only what may be the start of one."""
+    """Text up to the first stop string, which `include` keeps. Holds back only what may be the start of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._automata = [_Automaton(stop) for stop in stops]
+        self._include = include
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
+        """The stop string that ended the text."""
 
-    def push(self, text: str) -> str:
-        """Text that is safe to send now."""
-        if self.hit:
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """Text that is safe to send now. Without `armed` a stop string that becomes complete in `text` is none."""
+        if self.hit is not None:
             return ""
-        self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            self.hit = True
-            # Of several stops in the text the one that was complete first wins, as it would have ended the stream.
-            return self._take(min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))[0], drop=True)
-        return self._take(len(self._held) - self._possible_start())
+        held, self._held = self._held + text, ""
+        for place, character in enumerate(text, start=len(held) - len(text) + 1):
+            # Of several stops the one that is complete first wins, of those complete at once the longest.
+            complete = [automaton.stop for automaton in self._automata if automaton.accepts(character)]
+            if complete and armed:
+                self.hit = max(complete, key=len)
+                return held[:place] if self._include else held[: place - len(self.hit)]
+        safe = len(held) - max((automaton.matched for automaton in self._automata), default=0)
+        self._held = held[safe:]
+        return held[:safe]
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
-        return "" if self.hit else self._take(len(self._held))
-
-    def _possible_start(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = min(len(self._held), max((len(stop) - 1 for stop in self._stops), default=0))
-        for size in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
-                return size
-        return 0
-
-    def _take(self, size: int, *, drop: bool = False) -> str:
-        text, self._held = self._held[:size], "" if drop else self._held[size:]
+        text, self._held = self._held, ""
         return text
+
+
+class _Automaton:
+    """Knuth-Morris-Pratt: how much of `stop` the text ends with, whatever the length of either."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self._back = [0]
+        for size in range(1, len(stop)):
+            back = self._back[-1]
+            while back and stop[size] != stop[back]:
+                back = self._back[back - 1]
+            self._back.append(back + (stop[size] == stop[back]))
+
+    def accepts(self, character: str) -> bool:
+        """Whether this character completes the stop string; `matched` is then what a next one may begin with."""
+        while self.matched and character != self.stop[self.matched]:
+            self.matched = self._back[self.matched - 1]
+        self.matched += character == self.stop[self.matched]
+        complete = self.matched == len(self.stop)
+        if complete:
+            self.matched = self._back[-1]
+        return complete

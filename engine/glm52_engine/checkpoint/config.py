@@ -6,12 +6,12 @@ the output then stays fluent and is wrong. Whatever is missing, contradicts or h
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
-from glm52_engine.config import ConfigError
+from glm52_engine.checkpoint.fields import Fields, read_json_object
+from glm52_engine.checkpoint.quantization import Quantization, parse_quantization
 
 IndexerType = Literal["full", "shared"]
 Dtype = Literal["float32", "bfloat16"]
@@ -23,8 +23,6 @@ _ALIASES = {
     "num_experts": "n_routed_experts",
     "num_local_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
-    "rope_theta": "rope_parameters.rope_theta",
-    "rope_scaling": "rope_parameters",
     "torch_dtype": "dtype",
 }
 """Other names for the same thing: a reader that knows only one of the two names takes a default for the other."""
@@ -44,12 +42,29 @@ _FIXED: dict[str, Any] = {
 }
 """The only values that the model code implements."""
 
+_FIXED_IF_PRESENT: dict[str, Any] = {
+    "mlp_bias": False,
+    "moe_router_dtype": "float32",
+    "pretraining_tp": 1,
+}
+"""The same for what only some files say."""
+
+_SPARSE_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
+"""What `layer_types`, where a file has it, may call every layer."""
+
+_MOST_LAYERS, _MOST_EXPERTS = 1024, 4096
+"""Far above every model, so that a mistyped count is refused and not enumerated."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Architecture of one checkpoint; sizes in elements, names as in HF's config.json."""
+    """Architecture of one checkpoint; sizes in elements, names as in HF's config.json.
+
+    `dtype` is that of the computation and of every tensor that is not quantised.
+    """
 
     dtype: Dtype
+    quantization: Quantization | None
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -101,37 +116,26 @@ class ModelSpec:
 def read_model_spec(checkpoint: Path) -> ModelSpec:
     """Read and check `config.json` in a checkpoint directory; raises ConfigError."""
     path = checkpoint / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); expected the checkpoint's config.json"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); expected the checkpoint's config.json") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: found a JSON {type(raw).__name__}; expected an object")
-    return parse_model_spec(raw, path)
+    return parse_model_spec(read_json_object(path, "the checkpoint's config.json"), path)
 
 
 def parse_model_spec(raw: dict[str, Any], path: Path) -> ModelSpec:
     """`raw` is the parsed config.json, `path` names it in errors."""
-    fields = _Fields(raw, path)
+    fields = Fields(raw, path)
     # The architecture first: for another model every later complaint would mislead.
     for name, value in _FIXED.items():
         fields.exactly(name, value)
     for alias, name in _ALIASES.items():
         if alias in raw:
             fields.refuse(alias, raw[alias], f"no such key: the value belongs in {name}")
-    if raw.get("quantization_config") is not None:
-        fields.refuse(
-            "quantization_config", raw["quantization_config"], "an unquantised checkpoint (float32 or bfloat16)"
-        )
-    layers = fields.count("num_hidden_layers")
+    for name, value in _FIXED_IF_PRESENT.items():
+        fields.exactly_if_present(name, value)
+    layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     heads = fields.count("num_attention_heads")
     fields.exactly("num_key_value_heads", heads)
     spec = ModelSpec(
-        dtype=fields.dtype(),
+        dtype=_dtype(fields),
+        quantization=parse_quantization(fields, layers),
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
         num_hidden_layers=layers,
@@ -144,7 +148,7 @@ def parse_model_spec(raw: dict[str, Any], path: Path) -> ModelSpec:
         intermediate_size=fields.count("intermediate_size"),
         first_k_dense_replace=fields.count("first_k_dense_replace", least=0),
         moe_intermediate_size=fields.count("moe_intermediate_size"),
-        n_routed_experts=fields.count("n_routed_experts"),
+        n_routed_experts=fields.count("n_routed_experts", most=_MOST_EXPERTS),
         n_shared_experts=fields.count("n_shared_experts"),
         num_experts_per_tok=fields.count("num_experts_per_tok"),
         n_group=fields.count("n_group"),
@@ -166,69 +170,34 @@ def parse_model_spec(raw: dict[str, Any], path: Path) -> ModelSpec:
     return spec
 
 
-class _Fields:
-    """Typed access to config.json; every refusal names the file, the field, what was found and what was expected."""
-
-    def __init__(self, raw: dict[str, Any], path: Path) -> None:
-        self.raw = raw
-        self._path = path
-
-    def refuse(self, name: str, found: object, expected: str) -> NoReturn:
-        raise ConfigError(f"{self._path}: {name}: found {found!r}; expected {expected}")
-
-    def get(self, name: str, expected: str) -> Any:
-        if name not in self.raw:
-            raise ConfigError(f"{self._path}: {name}: missing; expected {expected}")
-        return self.raw[name]
-
-    def exactly(self, name: str, value: object) -> None:
-        found = self.get(name, repr(value))
-        # True == 1 in Python: a JSON true must not pass for a count.
-        if found != value or isinstance(found, bool) != isinstance(value, bool):
-            self.refuse(name, found, repr(value))
-
-    def exactly_if_present(self, name: str, value: object) -> None:
-        if self.raw.get(name) is not None:
-            self.exactly(name, value)
-
-    def count(self, name: str, least: int = 1) -> int:
-        expected = f"an integer ≥ {least}"
-        found = self.get(name, expected)
-        if isinstance(found, bool) or not isinstance(found, int) or found < least:
-            self.refuse(name, found, expected)
-        return found
-
-    def number(self, name: str) -> float:
-        found = self.get(name, "a number > 0")
-        if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
-            self.refuse(name, found, "a number > 0")
-        return float(found)
-
-    def flag(self, name: str) -> bool:
-        found = self.get(name, "true or false")
-        if not isinstance(found, bool):
-            self.refuse(name, found, "true or false")
-        return found
-
-    def dtype(self) -> Dtype:
-        found = self.get("dtype", "'float32' or 'bfloat16'")
-        if found not in ("float32", "bfloat16"):
-            self.refuse("dtype", found, "'float32' or 'bfloat16'")
-        return cast(Dtype, found)
+def _dtype(fields: Fields) -> Dtype:
+    found = fields.get("dtype", "'float32' or 'bfloat16'")
+    if found not in ("float32", "bfloat16"):
+        fields.refuse("dtype", found, "'float32' or 'bfloat16'")
+    return cast(Dtype, found)
 
 
-def _rope_theta(fields: _Fields) -> float:
-    expected = "{'rope_type': 'default', 'rope_theta': …} and no other key"
-    found = fields.get("rope_parameters", expected)
-    if not isinstance(found, dict) or set(found) != {"rope_type", "rope_theta"} or found["rope_type"] != "default":
-        fields.refuse("rope_parameters", found, expected)
-    theta = found["rope_theta"]
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 1:
-        fields.refuse("rope_parameters.rope_theta", theta, "a number > 1")
-    return float(theta)
+def _rope_theta(fields: Fields) -> float:
+    """From `rope_parameters`, from the older files' `rope_theta`, or from both where they agree."""
+    if fields.raw.get("rope_scaling") is not None:
+        fields.refuse("rope_scaling", fields.raw["rope_scaling"], "no scaling: GLM's rope has none")
+    found = []
+    if fields.raw.get("rope_theta") is not None:
+        found.append(fields.number("rope_theta"))
+    if not found or fields.raw.get("rope_parameters") is not None:
+        expected = "{'rope_type': 'default', 'rope_theta': …} and no other key"
+        nested = fields.nested("rope_parameters", expected)
+        if set(nested.raw) != {"rope_type", "rope_theta"} or nested.raw["rope_type"] != "default":
+            fields.refuse("rope_parameters", nested.raw, expected)
+        found.append(nested.number("rope_theta"))
+    if len(set(found)) > 1:
+        fields.refuse("rope_theta", found[0], f"rope_parameters.rope_theta = {found[1]}, or no such key")
+    if not found[0] > 1:
+        fields.refuse("rope_theta", found[0], "a number > 1")
+    return found[0]
 
 
-def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     expected = "a list of token ids"
     found = fields.get("eos_token_id", expected)
     if not isinstance(found, list) or not found or not all(type(token) is int and token >= 0 for token in found):
@@ -236,7 +205,7 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _indexer_types(fields: _Fields, layers: int) -> tuple[IndexerType, ...]:
+def _indexer_types(fields: Fields, layers: int) -> tuple[IndexerType, ...]:
     """The schedule of full and shared indexers, from whichever of the three notations the file has; all must agree.
 
     GLM-5 and GLM-5.1 have none of them and an indexer in every layer. That reading is safe to take here because the
@@ -276,7 +245,7 @@ def _kind(full: bool) -> IndexerType:
     return "full" if full else "shared"
 
 
-def _check_together(spec: ModelSpec, fields: _Fields) -> None:
+def _check_together(spec: ModelSpec, fields: Fields) -> None:
     """What no field can say alone."""
     fields.exactly_if_present("qk_head_dim", spec.qk_head_dim)
     head_dim = fields.get("head_dim", f"{spec.qk_nope_head_dim} or {spec.qk_rope_head_dim}")
@@ -284,6 +253,9 @@ def _check_together(spec: ModelSpec, fields: _Fields) -> None:
         # Readers disagree on which of the two this key means; the model code uses neither from here.
         fields.refuse("head_dim", head_dim, "qk_nope_head_dim or qk_rope_head_dim")
     dense = min(spec.first_k_dense_replace, spec.num_hidden_layers)
+    layer_types = fields.raw.get("layer_types")
+    if layer_types not in (None, *([name] * spec.num_hidden_layers for name in _SPARSE_ATTENTION)):
+        fields.refuse("layer_types", layer_types, f"{_SPARSE_ATTENTION[0]!r} for every layer")
     fields.exactly_if_present("mlp_layer_types", ["dense"] * dense + ["sparse"] * (spec.num_hidden_layers - dense))
     if spec.qk_rope_head_dim % 2:
         fields.refuse("qk_rope_head_dim", spec.qk_rope_head_dim, "an even number: rope rotates pairs")

@@ -1,183 +1,176 @@
-"""Memory-mapped safetensors → the exact tensors of a `ModelSpec`; whatever differs is named and refused."""
+"""A checkpoint's files → the tensors of a `ModelSpec` on their device, through one buffer of bounded size."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from glm52_engine.checkpoint.config import ModelSpec
-from glm52_engine.checkpoint.tensors import TensorSpec, expected_tensors
+from glm52_engine.checkpoint.fp8 import Fp8Weight, dequantize_into
+from glm52_engine.checkpoint.quantization import FP8_BLOCK
+from glm52_engine.checkpoint.reader import TORCH_DTYPES, CheckpointFiles, Stored
+from glm52_engine.checkpoint.tensors import TensorSpec, expected_tensors, expert_of, is_scale, scale_name
+from glm52_engine.checkpoint.verify import verify
 from glm52_engine.config import ConfigError
 
-log = logging.getLogger(__name__)
+Fp8 = Literal["dequantize", "keep"]
+"""What becomes of FP8 weights: values in the model's dtype, or the stored pair of weight and scales."""
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+Progress = Callable[[int, int], None]
+"""Bytes read so far and in all."""
 
-_NAMED_AT_MOST = 5
+_TILE_BYTES = 16 << 20
+"""Most bytes that are on their way from a file to a device at once."""
+
 _SAMPLE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tensors by their checkpoint name, backed by the files' pages until something copies them."""
+    """Tensors by their checkpoint name. On CPU, what is not converted lies on the files' own pages."""
 
     tensors: dict[str, torch.Tensor]
+    fp8: dict[str, Fp8Weight]
+    """FP8 weights that were kept as they are stored; they are not in `tensors`."""
     fingerprint: str
-    """SHA-256 (hex) over config.json, the tensor headers and a sample of every tensor's bytes."""
+    """SHA-256 (hex) over config.json, the tensor headers and a sample of the bytes of every tensor that all ranks have.
+
+    The same on every rank: experts that other ranks own are not read for it.
+    """
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+def load_weights(
+    checkpoint: Path,
+    spec: ModelSpec,
+    *,
+    device: torch.device | str = "cpu",
+    fp8: Fp8 = "dequantize",
+    experts: range | None = None,
+    on_progress: Progress = lambda done, total: None,
+) -> Weights:
+    """Read every tensor of the model, of the routed experts only those in `experts` (None: all). Raises ConfigError.
+
+    Beside the result, host memory holds one buffer of 16 MiB, and 128 rows of an FP8 weight in float32 while it is
+    dequantised.
+    """
+    with CheckpointFiles(checkpoint) as files:
+        expected = verify(checkpoint, spec, files.tensors)
+        wanted = {name: files.tensors[name] for name in _selected(expected, experts)}
+        loader = _Loader(wanted, torch.device(device), getattr(torch, spec.dtype), fp8, on_progress)
+        loader.run()
+        fingerprint = _fingerprint(checkpoint, expected, files.tensors)
+    return Weights(loader.tensors, loader.fp8, fingerprint)
 
 
-def weight_files(checkpoint: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order; raises ConfigError."""
-    if (checkpoint / INDEX_FILE).exists():
-        return sorted({checkpoint / file for file in _weight_map(checkpoint).values()})
-    single = checkpoint / SINGLE_FILE
-    if not single.is_file():
-        raise ConfigError(f"{checkpoint}: found neither {INDEX_FILE} nor {SINGLE_FILE}; expected one of them")
-    return [single]
-
-
-def weight_bytes(checkpoint: Path) -> int:
-    """Bytes of all weight files; raises ConfigError."""
-    try:
-        return sum(file.stat().st_size for file in weight_files(checkpoint))
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: cannot be read ({error.strerror}); expected a safetensors file"
-        ) from error
-
-
-def load_weights(checkpoint: Path, spec: ModelSpec) -> Weights:
-    """Map every tensor of the model; the MTP layers behind the last one are recognised and left out."""
-    files = weight_files(checkpoint)
-    entries = _read_headers(files)
-    if (checkpoint / INDEX_FILE).exists():
-        _check_index(checkpoint, entries)
-    skipped = {name for name in entries if _is_mtp(name, spec)}
-    if skipped:
-        log.info("%s: left out %d tensors of the multi-token-prediction layer", checkpoint, len(skipped))
+def weight_bytes(spec: ModelSpec, *, fp8: Fp8 = "dequantize", experts: range | None = None) -> int:
+    """Bytes of what `load_weights` returns with the same arguments."""
     expected = expected_tensors(spec)
-    _check_names(checkpoint, expected, entries.keys() - skipped)
-    _check_tensors(expected, entries)
-    tensors = _map_tensors(files, expected)
-    return Weights(tensors=tensors, fingerprint=_fingerprint(checkpoint, tensors))
+    total = 0
+    for name in _selected(expected, experts):
+        tensor = expected[name]
+        if fp8 == "keep" or spec.quantization is None:
+            total += tensor.nbytes
+        elif not is_scale(name):
+            as_dtype = tensor.dtype == "F8_E4M3"
+            total += tensor.nbytes * (getattr(torch, spec.dtype).itemsize if as_dtype else 1)
+    return total
 
 
-def _weight_map(checkpoint: Path) -> dict[str, str]:
-    path = checkpoint / INDEX_FILE
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a safetensors index") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is not a safetensors index ({error!r}); expected a 'weight_map'") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ConfigError(f"{path}: weight_map: found {type(weight_map).__name__}; expected tensor name → file name")
-    return weight_map
+def _selected(expected: Mapping[str, TensorSpec], experts: range | None) -> Iterable[str]:
+    if experts is None:
+        return expected
+    return [name for name in expected if (expert := expert_of(name)) is None or expert in experts]
 
 
-def _open(file: Path) -> Any:
-    """A safe_open handle; every way in which a file can be unusable becomes a ConfigError that names it."""
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        size = f"{file.stat().st_size} bytes" if file.is_file() else "no regular file"
-        raise ConfigError(f"{file}: found {size}, unreadable ({error}); expected a whole safetensors file") from error
+@dataclass(slots=True)
+class _Loader:
+    """Carries each tensor from its file to its device, in the order in which the files hold them."""
+
+    wanted: Mapping[str, Stored]
+    device: torch.device
+    dtype: torch.dtype
+    mode: Fp8
+    on_progress: Progress
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    fp8: dict[str, Fp8Weight] = field(default_factory=dict)
+    _done: int = 0
+    _total: int = 0
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def run(self) -> None:
+        self._total = sum(stored.nbytes for stored in self.wanted.values())
+        self._buffer = torch.empty(self._buffer_bytes(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        for name, stored in sorted(self.wanted.items(), key=lambda item: (item[1].path, item[1].offset)):
+            if is_scale(name):
+                continue  # read with its weight
+            if stored.dtype != "F8_E4M3":
+                self.tensors[name] = self._plain(stored)
+                continue
+            scale = self._scale(scale_name(name))
+            if self.mode == "keep":
+                self.fp8[name] = Fp8Weight(self._plain(stored), scale)
+            else:
+                self.tensors[name] = self._dequantized(stored, scale)
+
+    def _buffer_bytes(self) -> int:
+        """A row of FP8 blocks must fit, however wide it is."""
+        widest = max((stored.shape[1] for stored in self.wanted.values() if stored.dtype == "F8_E4M3"), default=0)
+        return max(min(_TILE_BYTES, self._total), FP8_BLOCK * widest)
+
+    def _read(self, stored: Stored, first: int, count: int) -> torch.Tensor:
+        """uint8 [count] in the buffer: valid until the next read."""
+        part = self._buffer[:count]
+        stored.file.read_into(stored.offset + first, part)
+        self._done += count
+        self.on_progress(self._done, self._total)
+        return part
+
+    def _plain(self, stored: Stored) -> torch.Tensor:
+        dtype = TORCH_DTYPES[stored.dtype]
+        on_pages = self.device.type == "cpu" and stored.offset % dtype.itemsize == 0
+        out = stored.file.view(stored) if on_pages else torch.empty(stored.shape, dtype=dtype, device=self.device)
+        flat = out.flatten().view(torch.uint8)
+        for first in range(0, stored.nbytes, len(self._buffer)):
+            # Pages are read here as well, and not by the first request that needs them.
+            part = self._read(stored, first, min(len(self._buffer), stored.nbytes - first))
+            if not on_pages:
+                flat[first : first + len(part)].copy_(part)
+        return out
+
+    def _scale(self, name: str) -> torch.Tensor:
+        stored = self.wanted[name]
+        scale = self._plain(stored)
+        wrong = ~(scale.isfinite() & (scale >= 0))
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            raise ConfigError(
+                f"{stored.path}: {name}: found {scale[tuple(place)].item()} at {place}; "
+                "expected finite scales that are not negative"
+            )
+        return scale
+
+    def _dequantized(self, stored: Stored, scale: torch.Tensor) -> torch.Tensor:
+        rows, columns = stored.shape
+        out = torch.empty(stored.shape, dtype=self.dtype, device=self.device)
+        blocks = len(self._buffer) // (columns * FP8_BLOCK)
+        for block in range(0, len(scale), blocks):
+            first, last = block * FP8_BLOCK, min(rows, (block + blocks) * FP8_BLOCK)
+            part = self._read(stored, first * columns, (last - first) * columns).to(self.device)
+            tile = part.view(torch.float8_e4m3fn).view(last - first, columns)
+            dequantize_into(out[first:last], tile, scale[block : block + blocks])
+        return out
 
 
-def _read_headers(files: Iterable[Path]) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
-    for file in files:
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                if name in entries:
-                    raise ConfigError(f"{file}: {name}: found also in {entries[name].file}; expected it once")
-                part = handle.get_slice(name)
-                entries[name] = _Entry(file, tuple(part.get_shape()), part.get_dtype())
-    return entries
-
-
-def _check_index(checkpoint: Path, entries: dict[str, _Entry]) -> None:
-    weight_map = _weight_map(checkpoint)
-    wrong = [
-        f"{name} in {entries[name].file.name if name in entries else 'no file'}, not {file}"
-        for name, file in weight_map.items()
-        if name not in entries or entries[name].file.name != file
-    ]
-    wrong += [f"{name} in {entries[name].file.name}, not listed" for name in entries.keys() - weight_map.keys()]
-    if wrong:
-        raise ConfigError(f"{checkpoint / INDEX_FILE}: contradicts the files: {_few(wrong)}")
-
-
-def _is_mtp(name: str, spec: ModelSpec) -> bool:
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    first = spec.num_hidden_layers
-    return match is not None and first <= int(match[1]) < first + spec.num_nextn_predict_layers
-
-
-def _check_names(checkpoint: Path, expected: dict[str, TensorSpec], found: set[str]) -> None:
-    problems = []
-    if missing := expected.keys() - found:
-        problems.append(f"missing {_few(missing)}")
-    if extra := found - expected.keys():
-        problems.append(f"unknown {_few(extra)}")
-    if problems:
-        raise ConfigError(
-            f"{checkpoint}: found {len(found)} tensors, expected the {len(expected)} that config.json implies: "
-            + "; ".join(problems)
-        )
-
-
-def _check_tensors(expected: dict[str, TensorSpec], entries: dict[str, _Entry]) -> None:
-    wrong = [
-        f"{entries[name].file}: {name}: found {entries[name].dtype} {list(entries[name].shape)}, "
-        f"expected {want.dtype} {list(want.shape)}"
-        for name, want in expected.items()
-        if (entries[name].shape, entries[name].dtype) != (want.shape, want.dtype)
-    ]
-    if wrong:
-        raise ConfigError(_few(wrong))
-
-
-def _map_tensors(files: Iterable[Path], wanted: Iterable[str]) -> dict[str, torch.Tensor]:
-    names = set(wanted)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        with _open(file) as handle:
-            for name in names & set(handle.keys()):
-                tensors[name] = handle.get_tensor(name)
-    return tensors
-
-
-def _fingerprint(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> str:
+def _fingerprint(checkpoint: Path, expected: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> str:
     """Two fine-tunes of one model differ in their bytes only, so headers alone would let them be paired."""
     digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        raw = tensor.flatten().view(torch.uint8)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes(raw[:_SAMPLE_BYTES].tolist()))
-        digest.update(bytes(raw[-_SAMPLE_BYTES:].tolist()))
+    for name in sorted(expected):
+        digest.update(f"{name} {expected[name].dtype} {expected[name].shape}".encode())
+        if expert_of(name) is None:
+            digest.update(stored[name].file.sample(stored[name], _SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _few(items: Iterable[str]) -> str:
-    listed = sorted(items)
-    more = len(listed) - _NAMED_AT_MOST
-    return ", ".join(listed[:_NAMED_AT_MOST]) + (f" and {more} more ({len(listed)} in all)" if more > 0 else "")

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.checkpoint.quantization import FP8_BLOCK, FP8_LINEARS
+
+_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1}
+_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_SCALE_OF_WEIGHT = "_scale_inv"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """`dtype` in safetensors' notation (F32, BF16)."""
+    """`dtype` in safetensors' notation (F32, BF16, F8_E4M3)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _BYTES[self.dtype]
 
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+def scale_name(weight: str) -> str:
+    """Name of the tensor with the block scales of an FP8 weight."""
+    return weight + _SCALE_OF_WEIGHT
+
+
+def weight_of(scale: str) -> str:
+    """Name of the weight that a tensor of scales belongs to."""
+    return scale.removesuffix(_SCALE_OF_WEIGHT)
+
+
+def is_scale(name: str) -> bool:
+    return name.endswith(".weight" + _SCALE_OF_WEIGHT)
+
+
+def expert_of(name: str) -> int | None:
+    """The routed expert that a tensor belongs to; None for what every rank needs."""
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None
+
+
+def is_fp8(name: str) -> bool:
+    """Whether an FP8 checkpoint stores this weight in FP8, with a tensor of scales beside it."""
+    module, _, last = name.rpartition(".")
+    return last == "weight" and module.rpartition(".")[2] in FP8_LINEARS
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, TensorSpec]:
-    """Every tensor of the model without the MTP layer, by name."""
-    dtype = SAFETENSORS_DTYPES[spec.dtype]
+    """Every tensor of the model without the MTP layers, by name."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         "model.norm.weight": (spec.hidden_size,),
@@ -30,16 +64,44 @@ def expected_tensors(spec: ModelSpec) -> dict[str, TensorSpec]:
     }
     for layer in range(spec.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        for part in (_attention(spec, layer), _mlp(spec, layer)):
+        full = spec.indexer_types[layer] == "full"
+        for part in (_attention(spec, full=full), _mlp(spec, moe=spec.is_moe(layer))):
             shapes.update((prefix + name, shape) for name, shape in part)
-    return {
-        # The correction bias is float32 in every checkpoint: rounding it would move tokens between experts.
-        name: TensorSpec(name, shape, "F32" if name.endswith("e_score_correction_bias") else dtype)
-        for name, shape in shapes.items()
-    }
+    return {tensor.name: tensor for name, shape in shapes.items() for tensor in _stored(spec, name, shape)}
 
 
-def _attention(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def mtp_names(spec: ModelSpec) -> tuple[set[str], set[str]]:
+    """Names of the multi-token-prediction layers behind the last one: those they must have, those they may have.
+
+    Each is a whole MoE layer with an indexer of its own and the parts that join it to the model; some files repeat
+    the model's embedding and output layer in it, and some keep it unquantised in an FP8 checkpoint.
+    """
+    must: set[str] = set()
+    may: set[str] = set()
+    for layer in range(spec.num_hidden_layers, spec.num_hidden_layers + spec.num_nextn_predict_layers):
+        prefix = f"model.layers.{layer}."
+        for part in (_attention(spec, full=True), _mlp(spec, moe=True)):
+            for name, _ in part:
+                must.add(prefix + name)
+                may.add(scale_name(prefix + name))
+        must.update(prefix + name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight"))
+        must.add(prefix + "shared_head.norm.weight")
+        may.update(prefix + name for name in ("embed_tokens.weight", "shared_head.head.weight"))
+    return must, may
+
+
+def _stored(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Iterator[TensorSpec]:
+    if spec.quantization == "fp8" and is_fp8(name):
+        yield TensorSpec(name, shape, "F8_E4M3")
+        yield TensorSpec(scale_name(name), tuple(-(-size // FP8_BLOCK) for size in shape), "F32")
+    elif name.endswith("e_score_correction_bias"):
+        # float32 in every checkpoint: rounding it would move tokens between experts.
+        yield TensorSpec(name, shape, "F32")
+    else:
+        yield TensorSpec(name, shape, _DTYPES[spec.dtype])
+
+
+def _attention(spec: ModelSpec, *, full: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     heads, hidden = spec.num_attention_heads, spec.hidden_size
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
@@ -50,7 +112,7 @@ def _attention(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ..
     yield "self_attn.kv_a_layernorm.weight", (spec.kv_lora_rank,)
     yield "self_attn.kv_b_proj.weight", (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank)
     yield "self_attn.o_proj.weight", (hidden, heads * spec.v_head_dim)
-    if spec.indexer_types[layer] == "full":
+    if full:
         yield "self_attn.indexer.wq_b.weight", (spec.index_n_heads * spec.index_head_dim, spec.q_lora_rank)
         yield "self_attn.indexer.wk.weight", (spec.index_head_dim, hidden)
         yield "self_attn.indexer.k_norm.weight", (spec.index_head_dim,)
@@ -58,8 +120,8 @@ def _attention(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ..
         yield "self_attn.indexer.weights_proj.weight", (spec.index_n_heads, hidden)
 
 
-def _mlp(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if not spec.is_moe(layer):
+def _mlp(spec: ModelSpec, *, moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if not moe:
         yield from _gated("mlp", spec.hidden_size, spec.intermediate_size)
         return
     yield "mlp.gate.weight", (spec.n_routed_experts, spec.hidden_size)

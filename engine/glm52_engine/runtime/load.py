@@ -14,6 +14,7 @@ from glm52_engine.config import ConfigError, RoleConfig
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.runtime.preflight import check_memory, memory_limit
+from glm52_engine.runtime.progress import ProgressLines
 from glm52_engine.runtime.rank import StepLimits, intra_op_threads
 from glm52_engine.schedule import Limits, blocks_for
 from glm52_engine.sizing import GIB, gib, pool_blocks
@@ -57,9 +58,9 @@ def load_parts(
             f"{path}: the tokenizer has ids up to {bound - 1}, the model a vocabulary of {spec.vocab_size}"
         )
     on_phase("checking the memory limit")
-    check_memory(role, weights=weight_bytes(path), limit=memory_limit())
+    check_memory(role, weights=weight_bytes(spec), limit=memory_limit())
     on_phase("reading weights")
-    weights = load_weights(path, spec)
+    weights = load_weights(path, spec, on_progress=ProgressLines("reading weights", on_phase))
     model = Model(spec, weights.tensors)
     on_phase("touching the pools")
     pools = []
@@ -70,7 +71,7 @@ def load_parts(
     return Parts(
         model=model,
         pools=pools,
-        limits=Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size),
+        limits=Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting),
         step=StepLimits(
             budget=step_tokens,
             least_prefill=max(1, step_tokens // 4),

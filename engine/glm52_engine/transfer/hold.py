@@ -55,14 +55,20 @@ class Holder:
         return len(self.table)
 
     def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int]) -> Lease:
-        return self.table.grant(request_id, blocks, prompt, self.clock())
+        """Holds the KV, unless it was given up before it was there: a router that goes away tells so on another
+        connection than the one on which its call runs."""
+        lease = self.table.grant(request_id, blocks, prompt, self.clock())
+        if self.table.is_refused(request_id):
+            self.give_up(request_id)
+        return lease
 
     def renew(self, request_id: str) -> Lease | None:
         return self.table.renew(request_id, self.clock())
 
     def give_up(self, request_id: str) -> bool:
-        """The peer does not need the KV; unknown and already ended leases are harmless."""
+        """Nobody needs the KV; unknown and already ended leases are harmless."""
         if self.table.end(request_id) is None:
+            self.table.refuse(request_id, self.clock())
             return False
         self.counters.given_up += 1
         self._free(request_id)

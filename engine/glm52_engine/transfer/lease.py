@@ -31,6 +31,7 @@ class LeaseTable:
     def __init__(self, seconds: float = LEASE_SECONDS) -> None:
         self.seconds = seconds
         self._leases: dict[str, Lease] = {}
+        self._unwanted: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -51,8 +52,16 @@ class LeaseTable:
     def end(self, request_id: str) -> Lease | None:
         return self._leases.pop(request_id, None)
 
+    def refuse(self, request_id: str, now: float) -> None:
+        """Nobody will come for this request's KV, should it be granted still: its end overtook its beginning."""
+        self._unwanted[request_id] = now + self.seconds
+
+    def is_refused(self, request_id: str) -> bool:
+        return request_id in self._unwanted
+
     def expire(self, now: float) -> list[Lease]:
         """Removes and returns the leases whose time is over."""
+        self._unwanted = {request_id: end for request_id, end in self._unwanted.items() if now < end}
         over = [lease for lease in self._leases.values() if now >= lease.ends_at]
         for lease in over:
             del self._leases[lease.request_id]

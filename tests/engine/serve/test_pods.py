@@ -6,8 +6,6 @@ import asyncio
 import threading
 from typing import Any
 
-import pytest
-
 from glm52_engine.config import EXIT_CODES as CODES
 from glm52_engine.config import Outcome
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, Handoff, body, events, state, until
@@ -70,27 +68,6 @@ async def test_many_at_once_wait_for_blocks_and_none_gets_anothers_text(build: B
     answers = await asyncio.gather(*(made.post("/v1/completions", body(prompt=prompt)) for prompt in prompts))
     assert [a.json()["choices"][0]["text"] for a in answers] == [expected_text(prompt, 12) for prompt in prompts]
     await made.idle()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_frees_everything(build: Builder, stream: bool) -> None:
-    made = await one(build, None, FakeEngine(step_seconds=0.05))
-    request = asyncio.create_task(made.post("/v1/completions", body(max_tokens=90, stream=stream)))
-    await until("decode runs", lambda: bool(made.decode[0].engine.decoded))
-    request.cancel()
-    await asyncio.wait_for(made.idle(), 3)
-    assert made.decode[0].engine.generated < 80
-
-
-async def test_a_client_that_goes_away_during_prefill_or_in_the_queue_frees_everything(build: Builder) -> None:
-    made = await one(build, FakeEngine(step_seconds=0.5), FakeEngine(num_blocks=1))
-    for wait_for in (lambda: made.prefill[0].free < 64, lambda: made.decode[0].engine.stats().waiting > 0):
-        request = asyncio.create_task(made.post("/v1/completions", body(max_tokens=20)))
-        made.decode[0].engine.num_blocks = 64
-        await until("the request is there", wait_for)
-        request.cancel()
-        made.decode[0].engine.num_blocks = 1
-        await asyncio.wait_for(made.idle(), 5)
 
 
 async def test_a_lease_that_nobody_uses_ends(build: Builder) -> None:

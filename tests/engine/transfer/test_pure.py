@@ -73,3 +73,13 @@ def test_a_lease_that_is_over_cannot_be_renewed_even_before_it_is_collected() ->
 
 def test_a_digest_tells_prompts_apart() -> None:
     assert prompt_digest([1, 2]) == prompt_digest((1, 2)) != prompt_digest([2, 1])
+
+
+def test_a_request_that_was_refused_is_known_for_as_long_as_a_lease() -> None:
+    table = LeaseTable(30)
+    table.refuse("a", now=0)
+    assert table.is_refused("a")
+    table.expire(29)
+    assert table.is_refused("a")
+    table.expire(30)
+    assert not table.is_refused("a")

@@ -80,6 +80,15 @@ class Tokenizer:
         found: int | None = self._raw.token_to_id(token)
         return found
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens beside the byte-level vocabulary: turns, `<think>`, the marks of tool calls, ends."""
+        return frozenset(self._raw.get_added_tokens_decoder())
+
+    def vocabulary(self) -> list[bytes]:
+        """Bytes of every id below `vocab_bound`; none for an id without a token."""
+        return [self._bytes.get(token, b"") for token in range(self.vocab_bound)]
+
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         return Detokenizer(self, skip_special=skip_special)
 

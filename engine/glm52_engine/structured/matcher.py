@@ -39,9 +39,20 @@ class Matcher:
         self._reasons = reasons
         self._tail = b""
 
+    def fork(self) -> Matcher:
+        """Another sequence that goes on from here; cheap, and safe while nobody advances this one."""
+        fork = Matcher(self.raw.deep_copy(), self._vocabulary, reasons=self._reasons)
+        fork._tail = self._tail
+        return fork
+
     @property
     def reasons(self) -> bool:
         return self._reasons
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing but the end may come."""
+        return not self._reasons and self.raw.is_stopped()
 
     @property
     def mask_bytes(self) -> int:

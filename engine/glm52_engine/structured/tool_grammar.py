@@ -20,16 +20,21 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 _MAX_REFERENCES = 32
 
+_SPACE = {"whitespace_pattern": JSON_SPACE}
+
 _WORDS = {"null": "null", "true": "boolean", "false": "boolean"}
 
 
-def tool_calls(tools: Tools, id_of: Callable[[str], int | None], *, text: bool, several: bool) -> str:
+def tool_calls(
+    tools: Tools, id_of: Callable[[str], int | None], *, text: bool, several: bool, schema: Any = None
+) -> str:
     """`tools`: name → JSON schema of the parameters, at least one.
 
     `text`: the answer may be text, with calls behind it or without; else it is calls and nothing else. `several`: more
-    than one call may be made.
+    than one call may be made. `schema`: of an answer that makes no call, which then is JSON.
     """
-    return llguidance.LLMatcher.grammar_from_lark(_Lark(id_of).answer(tools, text=text, several=several))
+    lark = _Lark(id_of).answer(tools, text=text, several=several, schema=schema)
+    return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
 class _Lark:
@@ -39,13 +44,16 @@ class _Lark:
         self._id_of = id_of
         self._rules: list[str] = []
 
-    def answer(self, tools: Tools, *, text: bool, several: bool) -> str:
-        names = [self._call(f"call{i}", name, schema) for i, (name, schema) in enumerate(tools.items())]
-        if text:
+    def answer(self, tools: Tools, *, text: bool, several: bool, schema: Any) -> str:
+        names = [self._call(f"call{i}", name, parameters) for i, (name, parameters) in enumerate(tools.items())]
+        start = "call+" if several else "call"
+        if text and schema is not None:
+            start = f"content | {start}"
+            self._rules.append("content: %json " + json.dumps({"x-guidance": _SPACE, **schema}))
+        elif text:
+            start = f"CONTENT | CONTENT? {start}"
             self._rules.append(f"CONTENT: /(?s:.+)/ & {_without(CALL)}")
-        times = {(True, True): "*", (True, False): "?", (False, True): "+", (False, False): ""}[text, several]
-        start = f"start: {'CONTENT? ' if text else ''}call{times}"
-        return "\n".join([start, f"call: {' | '.join(names)}", *self._rules])
+        return "\n".join([f"start: {start}", f"call: {' | '.join(names)}", *self._rules])
 
     def _mark(self, mark: str) -> str:
         token = self._id_of(mark)
@@ -111,7 +119,7 @@ def _json(schema: Any, root: Mapping[str, Any]) -> str:
         return _text()
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     # Lenient: clients generate these schemas, often with keywords that are no more than documentation.
-    options = {"x-guidance": {"whitespace_pattern": JSON_SPACE, "lenient": True}}
+    options = {"x-guidance": {**_SPACE, "lenient": True}}
     return "%json " + json.dumps({**shared, **schema, **options})
 
 

@@ -91,6 +91,15 @@ async def test_a_matcher_continues_from_the_tokens_of_another(compiler: GrammarC
     assert here.mask() == there.mask()
 
 
+async def test_forks_go_on_apart(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    start = (await compiler.compile(sources.regex("ab|ac"))).matcher(reasons=True)
+    for token in tokenizer.encode("hm</think>a"):
+        start.accept(token)
+    one, other = start.fork(), start.fork()
+    assert (accepts(one, tokenizer, "b"), accepts(other, tokenizer, "c")) == (True, True)
+    assert (one.ended, start.ended) == (True, False)
+
+
 async def test_reasoning_is_free_but_has_to_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     matcher = (await compiler.compile(sources.choice(["yes"]))).matcher(reasons=True)
     everything = set(range(tokenizer.vocab_bound)) - tokenizer.eos_ids

@@ -101,7 +101,7 @@ NOW = "<tool_call>now</tool_call>"
         (False, False, [NOW, NOW + "\n"], ["", "hello", NOW + NOW, "hi" + NOW]),
         (False, True, [NOW, NOW + NOW, NOW + "\n" + NOW], ["", "hello", NOW + "x"]),
         (True, False, ["hello", NOW, "hi\n" + NOW], [NOW + NOW, NOW + "x"]),
-        (True, True, ["hello", NOW, "hi" + NOW + NOW], [NOW + "x", "<tool_call>no"]),
+        (True, True, ["hello", NOW, "hi" + NOW + NOW], ["", NOW + "x", "<tool_call>no"]),
     ],
 )
 async def test_text_and_number_of_calls(
@@ -110,6 +110,15 @@ async def test_text_and_number_of_calls(
     grammar = await compiler.compile(tool_calls(TOOLS, tokenizer.id_of, text=text, several=several))
     assert [accepts(grammar.matcher(), tokenizer, answer) for answer in fits] == [True] * len(fits)
     assert [accepts(grammar.matcher(), tokenizer, answer) for answer in others] == [False] * len(others)
+
+
+async def test_json_or_calls(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = await compiler.compile(tool_calls(TOOLS, tokenizer.id_of, text=True, several=True, schema=schema))
+    assert accepts(grammar.matcher(), tokenizer, '{"a": 1}')
+    assert accepts(grammar.matcher(), tokenizer, NOW + NOW)
+    assert not accepts(grammar.matcher(), tokenizer, "text")
+    assert not accepts(grammar.matcher(), tokenizer, '{"a": 1}' + NOW)
 
 
 @pytest.mark.parametrize(

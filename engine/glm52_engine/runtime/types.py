@@ -6,8 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from glm52_engine.structured import Matcher
+
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""`error`: the model gave no usable logits for this request; its neighbours in the batch are not concerned."""
+"""`error`: the model gave no usable logits for this request, or its grammar grew too complex; its neighbours in the
+batch are not concerned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Request:
     """`choices`: how many first tokens a prefill draws, for outputs that go on apart; decode has a request for each.
 
     `priority`: lower runs first, in order of arrival among equals. `cache_salt`: only requests with the same salt
-    share KV of equal prompts, so that the time to the first token tells nobody what others asked."""
+    share KV of equal prompts, so that the time to the first token tells nobody what others asked. `constraint`: what
+    may come next; the engine advances a fork of it."""
 
     id: str
     prompt: tuple[int, ...]
@@ -53,6 +57,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     choices: int = 1
+    constraint: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)

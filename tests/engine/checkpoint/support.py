@@ -26,8 +26,7 @@ def spec_of(config: Config) -> ModelSpec:
 
 
 def random_tensors(config: Config, seed: int = 0) -> Tensors:
-    """Every tensor of an unquantised checkpoint. Sizes are such that attention, selection and routing are decided by
-    the context, and index weights are mostly positive, so that few scores are exactly 0."""
+    """Every tensor of an unquantised checkpoint, so large that the context decides attention, selection, routing."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, want in expected_tensors(spec_of(config)).items():

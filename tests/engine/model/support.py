@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from glm52_engine.checkpoint import load_weights, read_model_spec
 from glm52_engine.kv import KvLayout, Pool
@@ -24,9 +25,12 @@ TOLERANCE = 1e-3
 class Ours:
     """A model with a pool whose block tables are shuffled, so that no test passes by block order."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, **misread: Any) -> None:
+        """`misread`: fields of the spec that the model gets wrong on purpose."""
         spec = read_model_spec(checkpoint)
-        self.model = Model(spec, load_weights(checkpoint, spec).tensors)
+        weights = load_weights(checkpoint, spec).tensors
+        spec = dataclasses.replace(spec, **misread)
+        self.model = Model(spec, weights)
         self.pool = Pool(KvLayout.of(spec, BLOCK), SEATS * BLOCKS_PER_SEAT)
         self.pool.touch()
         order = torch.randperm(self.pool.num_blocks, generator=torch.Generator().manual_seed(1))
@@ -59,7 +63,10 @@ class Ours:
 
 
 class Theirs:
-    """`GlmMoeDsaForCausalLM` of the same checkpoint, eager attention, and what its indexers selected last."""
+    """`GlmMoeDsaForCausalLM` of the same checkpoint, eager attention, and what its indexers did last.
+
+    `selected`: per layer [T, K]; `scores`: per full layer float32 [T, T], -inf (or next to it) after the row's token.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         from transformers import GlmMoeDsaForCausalLM
@@ -70,20 +77,31 @@ class Theirs:
         self.model, self.info = loaded
         self.model.eval()
         self.selected: list[torch.Tensor] = []
+        self.scores: list[torch.Tensor] = []
         for layer in self.model.model.layers:
             layer.self_attn.register_forward_hook(lambda module, args, out: self.selected.append(out[2][0]))
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> torch.Tensor:
         self.selected.clear()
-        logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
+        with _TopKInputs(len(ids)) as seen:
+            logits: torch.Tensor = self.model(torch.tensor([list(ids)])).logits[0]
+        self.scores = seen.scores
         return logits
 
-    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        tokens = list(ids)
-        for _ in range(count):
-            tokens.append(int(self.all_logits(tokens)[-1].argmax()))
-        return tokens[len(ids) :]
+
+class _TopKInputs(TorchFunctionMode):
+    """Keeps what `Tensor.topk` is called with where that is a score of every token for every token."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._shape = (1, length, length)
+        self.scores: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk and args[0].shape == self._shape:
+            self.scores.append(args[0][0].clone())
+        return func(*args, **(kwargs or {}))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -12,9 +12,12 @@ import torch
 import glm52_engine.model.indexer as indexer
 import glm52_engine.model.mla as mla
 from glm52_engine.kernels import reference
+from glm52_engine.model.indexer import Indexer
 from glm52_engine.model.layer import Layer
-from glm52_engine.model.moe import Router
+from glm52_engine.model.moe import Moe, Router
 from glm52_engine.model.rope import Rotation
+from tests.engine.checkpoint.configs import random_config
+from tests.engine.checkpoint.support import random_tensors, write
 from tests.engine.model.support import TOLERANCE, Ours, Theirs, prompt
 
 Patch = pytest.MonkeyPatch
@@ -66,6 +69,10 @@ def selection_of_layer_0_everywhere(patch: Patch) -> None:
     patch.setattr(Layer, "forward", stale)
 
 
+def no_mask_in_the_indexer(patch: Patch) -> None:
+    patch.setattr(indexer, "_causal", lambda scores, positions: scores)
+
+
 def mask_after_the_selection(patch: Patch) -> None:
     patch.setattr(indexer, "_causal", lambda scores, positions: scores)
     select = reference.select_top_k
@@ -85,6 +92,41 @@ def key_norm_without_centring(patch: Patch) -> None:
     patch.setattr("torch.nn.functional.layer_norm", rms)
 
 
+def key_norm_without_bias(patch: Patch) -> None:
+    norm = torch.nn.functional.layer_norm
+    patch.setattr(
+        "torch.nn.functional.layer_norm", lambda x, shape, weight, bias, eps: norm(x, shape, weight, None, eps)
+    )
+
+
+def scores_without_relu(patch: Patch) -> None:
+    def linear(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("sch,schl->scl", weights, torch.einsum("schd,sld->schl", query, keys.float()))
+
+    patch.setattr(indexer, "index_scores", linear)
+
+
+def rope_at_the_end_of_an_index_head(patch: Patch) -> None:
+    def rotate_last(self: Any, x: torch.Tensor, by: Rotation) -> torch.Tensor:
+        return torch.cat((x[..., : -self._rope], indexer.rotate(x[..., -self._rope :], by)), dim=-1)
+
+    patch.setattr(Indexer, "_rotate_first", rotate_last)
+
+
+def none_becomes_position_0(patch: Patch) -> None:
+    locate = indexer.locate
+    patch.setattr(indexer, "locate", lambda positions, step: locate(positions.clamp(min=0), step))
+
+
+def scaled_shared_expert(patch: Patch) -> None:
+    forward = Moe.forward
+
+    def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) + 1.5 * self._shared.forward(x)
+
+    patch.setattr(Moe, "forward", scaled)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -93,8 +135,14 @@ def key_norm_without_centring(patch: Patch) -> None:
         no_correction_bias,
         bias_in_the_weights,
         selection_of_layer_0_everywhere,
+        no_mask_in_the_indexer,
         mask_after_the_selection,
         key_norm_without_centring,
+        key_norm_without_bias,
+        scores_without_relu,
+        rope_at_the_end_of_an_index_head,
+        none_becomes_position_0,
+        scaled_shared_expert,
     ],
 )
 def test_a_mistake_is_noticed(
@@ -108,6 +156,61 @@ def test_a_mistake_is_noticed(
         wrong = Ours(tiny_checkpoint).all_logits(ids)
     # Not finite counts as noticed.
     assert not (wrong - expected).abs().max() <= 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "misread",
+    [
+        {"rope_theta": 1e6},
+        {"index_topk": 31},
+        {"routed_scaling_factor": 1.0},
+        {"norm_topk_prob": False},
+        {"rms_norm_eps": 1e-2},
+        {"num_experts_per_tok": 1},
+    ],
+    ids=lambda misread: next(iter(misread)),
+)
+def test_a_misread_field_is_noticed(tiny_checkpoint: Path, theirs: Theirs, misread: dict[str, Any]) -> None:
+    ids = prompt(90)
+    wrong = Ours(tiny_checkpoint, **misread).all_logits(ids)
+    assert (wrong - theirs.all_logits(ids)).abs().max() > 100 * TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four groups of experts, of which one is chosen, and biases that make every score negative."""
+    config = random_config(0) | {"n_group": 4, "topk_group": 1, "n_routed_experts": 16, "num_experts_per_tok": 3}
+    tensors = random_tensors(config)
+    for name in tensors:
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] -= 3
+    return write(tmp_path_factory.mktemp("grouped") / "m", config, tensors)
+
+
+def test_groups_of_experts(grouped: Path, monkeypatch: Patch) -> None:
+    ids = [token % 96 for token in prompt(20)]
+    expected = Theirs(grouped).all_logits(ids)
+    assert (Ours(grouped).all_logits(ids) - expected).abs().max() < TOLERANCE
+    for misread in ({"n_group": 1, "topk_group": 1}, {"n_group": 2}, {"topk_group": 2}):
+        assert (Ours(grouped, **misread).all_logits(ids) - expected).abs().max() > 100 * TOLERANCE, misread
+    fill = torch.Tensor.masked_fill
+    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda self, mask, value: fill(self, mask, 0.0))
+    assert (Ours(grouped).all_logits(ids) - expected).abs().max() > 100 * TOLERANCE, "0 wins over negative scores"
+
+
+def test_the_eps_of_the_latent_norms(tmp_path: Path, monkeypatch: Patch) -> None:
+    """With small latents it shows that theirs is 1e-6 and not rms_norm_eps."""
+    config = random_config(0) | {"rms_norm_eps": 1e-5}
+    tensors = random_tensors(config)
+    for name in tensors:
+        if name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight")):
+            tensors[name] *= 3e-3
+    checkpoint = write(tmp_path / "m", config, tensors)
+    ids = [token % 96 for token in prompt(8)]
+    expected = Theirs(checkpoint).all_logits(ids)
+    assert (Ours(checkpoint).all_logits(ids) - expected).abs().max() < TOLERANCE
+    monkeypatch.setattr(mla, "LATENT_NORM_EPS", 1e-5)
+    assert (Ours(checkpoint).all_logits(ids) - expected).abs().max() > 100 * TOLERANCE
 
 
 def test_indexer_mistakes_hide_below_k_tokens(tiny_checkpoint: Path, theirs: Theirs, monkeypatch: Patch) -> None:

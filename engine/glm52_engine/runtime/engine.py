@@ -8,67 +8,65 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import secrets
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from glm52_engine.config import RoleConfig
-from glm52_engine.kv.pools import Pool
+from glm52_engine.kv import BlockError, Pool, prefix_keys
 from glm52_engine.model import Model
 from glm52_engine.runtime.load import load_parts
 from glm52_engine.runtime.rank import Event, Rank, Running, StepLimits
+from glm52_engine.runtime.record import EngineStopped, Record
 from glm52_engine.runtime.requests import check_request
 from glm52_engine.runtime.stream import TokenStream
-from glm52_engine.runtime.types import Blocks, Engine, KvPool, Prefilled, Request, RequestError, Stats, Token
-from glm52_engine.schedule import Admission, Grant, Limits, blocks_for
+from glm52_engine.runtime.types import (
+    Blocks,
+    Engine,
+    EngineBusy,
+    KvPool,
+    Prefilled,
+    Request,
+    RequestError,
+    Stats,
+    Token,
+)
+from glm52_engine.schedule import Admission, Departures, Grant, Limits, blocks_for
 
-State = Literal["waiting", "computing", "held", "decoding"]
-
-
-class EngineStopped(RuntimeError):
-    """The engine was stopped, a rank failed, or the request was released while this call was waiting for it."""
-
-
-@dataclass(slots=True)
-class _Record:
-    """One request from submission to the return of its last block."""
-
-    key: str
-    request: Request
-    prefill: bool
-    done: asyncio.Future[Prefilled | Blocks]
-    state: State = "waiting"
-    grant: Grant | None = None
-    closing: bool = False
-    stream_ref: weakref.ref[TokenStream] | None = None
-
-    @property
-    def blocks(self) -> Blocks:
-        if self.grant is None:
-            raise RuntimeError(f"{self.request.id} has no blocks yet")
-        return Blocks(self.grant.rank, self.grant.blocks)
-
-    @property
-    def stream(self) -> TokenStream | None:
-        """None also when the consumer dropped it: holding it here would keep a dropped one alive, and its blocks."""
-        return None if self.stream_ref is None else self.stream_ref()
+RETRY_SECONDS = 5
+MOST_RETRY_SECONDS = 60
+"""What a refused client is told while the queue's speed is unknown, and at most: pods come and go meanwhile."""
 
 
 class LocalEngine:
-    """See `Engine` for the contract; `load` makes one from a checkpoint."""
+    """See `Engine` for the contract; `load` makes one from a checkpoint.
+
+    `prefix_cache`: whether `prefill` shares the KV of full blocks between prompts that begin alike.
+    """
 
     def __init__(
-        self, model: Model, pools: list[Pool], *, limits: Limits, step: StepLimits, layout: dict[str, str | int]
+        self,
+        model: Model,
+        pools: list[Pool],
+        *,
+        limits: Limits,
+        step: StepLimits,
+        layout: dict[str, str | int],
+        prefix_cache: bool = True,
     ) -> None:
         self.pools: Sequence[KvPool] = list(pools)
         self.layout = layout
         self._limits = limits
         self._admission = Admission(len(pools), limits)
-        self._records: dict[str, _Record] = {}
-        self._by_key: dict[str, _Record] = {}
+        self._departures = Departures()
+        self._prefix_cache = prefix_cache
+        self._prefix_queries = self._prefix_hits = 0
+        self._records: dict[str, Record] = {}
+        self._by_key: dict[str, Record] = {}
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
@@ -113,7 +111,14 @@ class LocalEngine:
             eos_ids=eos_ids,
             step_tokens=step_tokens,
         )
-        engine = cls(parts.model, parts.pools, limits=parts.limits, step=parts.step, layout=parts.layout)
+        engine = cls(
+            parts.model,
+            parts.pools,
+            limits=parts.limits,
+            step=parts.step,
+            layout=parts.layout,
+            prefix_cache=role.prefix_cache,
+        )
         engine.warm_up(on_phase)
         return engine
 
@@ -171,7 +176,27 @@ class LocalEngine:
             tokens_generated=sum(counter.tokens_generated for counter in counters),
             steps=sum(counter.steps for counter in counters),
             per_rank_running=seats,
+            blocks_cached=self._admission.blocks_cached,
+            prefix_cache_queries=self._prefix_queries,
+            prefix_cache_hits=self._prefix_hits,
         )
+
+    def check_integrity(self) -> None:
+        """For tests: raises BlockError unless records, seats, blocks and references balance."""
+        self._admission.check_integrity()
+        waiting = sum(record.state == "waiting" for record in self._by_key.values())
+        if waiting != self._admission.waiting:
+            raise BlockError(f"{waiting} requests wait, {self._admission.waiting} are queued")
+        for key, record in self._by_key.items():
+            have = record.grant.blocks if record.grant else ()
+            if have != self._admission.blocks_of(key):
+                raise BlockError(f"{key}: {record.state} with blocks {have}, booked {self._admission.blocks_of(key)}")
+        placed = sum(record.grant is not None for record in self._by_key.values())
+        if placed != self._admission.placed:
+            raise BlockError(f"{placed} requests have blocks, {self._admission.placed} are placed")
+        strangers = [r.key for r in self._records.values() if self._by_key.get(r.key) is not r or r.closing]
+        if strangers:
+            raise BlockError(f"{strangers} have ended and are still known by their ids")
 
     def seconds_without_progress(self) -> float:
         return max(rank.seconds_without_progress() for rank in self._ranks)
@@ -193,19 +218,38 @@ class LocalEngine:
 
     # Everything below runs on the event loop, except _post.
 
-    def _submit(self, request: Request, *, prefill: bool, stored_tokens: int) -> _Record:
+    def _submit(self, request: Request, *, prefill: bool, stored_tokens: int) -> Record:
         if self._stopped or self.failure() is not None:
             raise EngineStopped("the engine takes no requests any more") from self.failure()
         if request.id in self._records:
             raise RequestError(f"a request with the id {request.id} is already here")
+        if self._admission.waiting >= self._limits.max_waiting:
+            raise self._busy()
         self._loop = asyncio.get_running_loop()
-        record = _Record(f"{request.id}#{next(self._keys)}", request, prefill, self._loop.create_future())
+        key = f"{request.id}#{next(self._keys)}"
+        record = Record(key, request, prefill, self._loop.create_future(), came=time.monotonic())
+        blocks = blocks_for(stored_tokens, self._limits.block_size)
+        if prefill and self._prefix_cache:
+            salt = json.dumps([self.layout, request.cache_salt], sort_keys=True)
+            record.prefix = prefix_keys(request.prompt, self._limits.block_size, salt.encode())
         self._records[request.id] = self._by_key[record.key] = record
-        self._admission.submit(record.key, blocks_for(stored_tokens, self._limits.block_size))
+        # The last token is always computed: its logits choose the first one of the output.
+        known = record.prefix[: (len(request.prompt) - 1) // self._limits.block_size]
+        work = blocks if prefill else 0
+        self._admission.submit(record.key, blocks, priority=request.priority, prefix=known, work=work)
         self._admit()
         return record
 
-    async def _outcome(self, record: _Record) -> Prefilled | Blocks:
+    def _busy(self) -> EngineBusy:
+        waiting = self._admission.waiting
+        return EngineBusy(
+            f"{waiting} requests wait already and no more than {self._limits.max_waiting} may: try again later",
+            retry_after=self._departures.seconds_for(
+                waiting, time.monotonic(), unknown=RETRY_SECONDS, most=MOST_RETRY_SECONDS
+            ),
+        )
+
+    async def _outcome(self, record: Record) -> Prefilled | Blocks:
         try:
             return await record.done
         except asyncio.CancelledError:
@@ -214,17 +258,25 @@ class LocalEngine:
             raise
 
     def _admit(self) -> None:
-        for grant in self._admission.admit():
+        grants = self._admission.admit()
+        now = time.monotonic()
+        self._departures.note(now, len(grants), left=self._admission.waiting)
+        for grant in grants:
             record = self._by_key[grant.key]
-            record.grant = grant
+            record.grant, record.seated = grant, now
             if record.prefill:
                 record.state = "computing"
-                self._start(record, computed=0, last=None)
+                self._prefix_queries += len(record.request.prompt) if self._prefix_cache else 0
+                self._prefix_hits += self._cached_tokens(grant)
+                self._start(record, computed=self._cached_tokens(grant), last=None)
             else:
                 record.state = "held"
-                _resolve(record, record.blocks)
+                record.resolve(record.blocks)
 
-    def _start(self, record: _Record, *, computed: int, last: Token | None) -> None:
+    def _cached_tokens(self, grant: Grant) -> int:
+        return grant.cached * self._limits.block_size
+
+    def _start(self, record: Record, *, computed: int, last: Token | None) -> None:
         grant, request = record.grant, record.request
         assert grant is not None
         seed = request.sampling.seed
@@ -237,6 +289,8 @@ class LocalEngine:
                 sampling=request.sampling,
                 seed=secrets.randbits(62) if seed is None else seed,
                 prefill_only=record.prefill,
+                priority=request.priority,
+                choices=request.choices if record.prefill else 1,
                 computed=computed,
                 last=last,
             )
@@ -260,31 +314,45 @@ class LocalEngine:
             if event.token is not None and record.stream is not None:
                 record.stream.put(event.token)
             if event.ended:
-                self._ended(record, event.token)
+                self._ended(record, event)
         if self.failure() is not None:
             self._abort_all()
         else:
             self._admit()
 
-    def _ended(self, record: _Record, token: Token | None) -> None:
+    def _ended(self, record: Record, event: Event) -> None:
         """The rank no longer touches this sequence."""
+        token = event.token
+        # Also of a prompt that was given up half-way: its client often asks again.
+        self._admission.publish(record.key, record.prefix[: event.computed // self._limits.block_size])
         if record.prefill and token is not None and not record.closing:
             record.state = "held"
             self._admission.leave_seat(record.key)
-            _resolve(record, Prefilled(token, record.blocks, len(record.request.prompt)))
+            assert record.grant is not None
+            cached = self._cached_tokens(record.grant)
+            record.resolve(
+                Prefilled(
+                    token,
+                    record.blocks,
+                    event.computed - cached,
+                    cached_tokens=cached,
+                    others=event.others,
+                    queued_seconds=record.seated - record.came,
+                )
+            )
             return
         if record.stream is not None and token is None:
             record.stream.abort()
         self._forget(record)
 
-    def _close(self, record: _Record) -> None:
+    def _close(self, record: Record) -> None:
         """End a request wherever it stands; more than once is harmless."""
         if record.closing or self._by_key.get(record.key) is not record:
             return
         record.closing = True
         # The id is free for a retry at once; what the rank still uses stays booked under the key.
         self._records.pop(record.request.id, None)
-        _fail(record, EngineStopped(f"request {record.request.id} was released"))
+        record.fail(EngineStopped(f"request {record.request.id} was released"))
         if record.stream is not None:
             record.stream.abort()
         if record.state in ("computing", "decoding"):
@@ -294,7 +362,7 @@ class LocalEngine:
             self._forget(record)
             self._admit()
 
-    def _forget(self, record: _Record) -> None:
+    def _forget(self, record: Record) -> None:
         """Give back everything; the last thing that happens to a record."""
         if record.state == "waiting":
             self._admission.withdraw(record.key)
@@ -307,22 +375,10 @@ class LocalEngine:
     def _abort_all(self) -> None:
         """After stop or a failure: no rank computes any more, so nothing needs to be waited for."""
         for record in list(self._by_key.values()):
-            _fail(record, EngineStopped("the engine stopped"))
+            record.fail(EngineStopped("the engine stopped"))
             if record.stream is not None:
                 record.stream.abort()
             self._forget(record)
-
-
-def _resolve(record: _Record, result: Prefilled | Blocks) -> None:
-    if not record.done.done():
-        record.done.set_result(result)
-
-
-def _fail(record: _Record, error: Exception) -> None:
-    if not record.done.done():
-        record.done.set_exception(error)
-        # A call that was cancelled never looks; asyncio would log that as an error.
-        record.done.exception()
 
 
 if TYPE_CHECKING:

@@ -37,6 +37,7 @@ class Running:
     sampling: Sampling
     seed: int
     prefill_only: bool
+    priority: int = 0
     choices: int = 1
     computed: int = 0
     last: Token | None = None
@@ -46,12 +47,14 @@ class Running:
 class Event:
     """News of one sequence: a token, or its end, or both. `token` is None when it was aborted.
 
-    `others`: the first tokens of the choices behind the first one.
+    `computed`: leading tokens of the prompt whose KV is certainly there; 0 when that is unknown. `others`: the first
+    tokens of the choices behind the first one.
     """
 
     key: str
     token: Token | None
     ended: bool
+    computed: int = 0
     others: tuple[Token, ...] = ()
 
 
@@ -151,25 +154,27 @@ class Rank:
     def _run(self) -> None:
         torch.set_num_threads(intra_op_threads())
         try:
-            while self._take_commands():
-                if self._running:
-                    self._step()
+            while self._wait():
+                self.turn()
         except BaseException as error:
             # Nobody joins this thread before the process ends: what killed it must be seen by failure().
             log.exception("rank %d: the step loop ended", self.index)
             self.failure = error
             self._post([Event(sequence.key, None, True) for sequence in self._running.values()])
 
-    def _take_commands(self) -> bool:
-        """Apply what arrived, waiting for something when idle; False when it is time to stop."""
+    def _wait(self) -> bool:
+        """Until there is something to do; False when it is time to stop."""
         with self._wake:
             if not self._running and not self._commands:
                 self._waiting_since = None
                 self._wake.wait_for(lambda: self._commands or self._stopping)
+            return not self._stopping
+
+    def turn(self) -> None:
+        """Apply what arrived, then one step if anything runs. The thread does nothing else, over and over."""
+        with self._wake:
             commands = list(self._commands)
             self._commands.clear()
-            if self._stopping:
-                return False
         for command in commands:
             if isinstance(command, Running):
                 self._tables[command.seat].zero_()
@@ -179,16 +184,16 @@ class Rank:
                 self._running[command.seat] = command
             else:
                 self._end(command)
-        return True
+        if self._running:
+            self._step()
 
     def _end(self, key: str) -> None:
         seat = next((seat for seat, sequence in self._running.items() if sequence.key == key), None)
         if seat is not None:
-            del self._running[seat]
-            self._post([Event(key, None, True)])
+            self._post([Event(key, None, True, self._running.pop(seat).computed)])
 
     def _step(self) -> None:
-        pending = [Pending(s.seat, s.computed, len(s.prompt)) for s in self._running.values()]
+        pending = [Pending(s.seat, s.computed, len(s.prompt), s.priority) for s in self._running.values()]
         plan = plan_step(pending, budget=self._limits.budget, least_prefill=self._limits.least_prefill)
         sequences = [self._running[planned.seat] for planned in plan]
         spans = [_span(sequence, planned) for sequence, planned in zip(sequences, plan, strict=True)]
@@ -216,7 +221,7 @@ class Rank:
             ended = sequence.last.finish is not None or sequence.prefill_only
             if ended:
                 del self._running[sequence.seat]
-            events.append(Event(sequence.key, sequence.last, ended, tuple(others)))
+            events.append(Event(sequence.key, sequence.last, ended, sequence.computed, tuple(others)))
         self.counters.tokens_generated += len(draws)
         if events:
             self._post(events)

@@ -17,7 +17,8 @@ def load_engine(
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
     on_phase("importing the engine")
-    from glm52_engine.runtime.engine import EngineStopped, LocalEngine
+    from glm52_engine.runtime.engine import LocalEngine
+    from glm52_engine.runtime.record import EngineStopped
 
     engine: Engine = LocalEngine.load(
         Path(config.model.path),

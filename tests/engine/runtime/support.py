@@ -44,6 +44,8 @@ class Maker:
         eos_ids: frozenset[int] | None = None,
         vocab_bound: int | None = None,
         model: Any = None,
+        max_waiting: int = 100,
+        prefix_cache: bool = True,
     ) -> LocalEngine:
         kv = KvLayout.of(self.spec, BLOCK)
         pools = [Pool(kv, blocks) for _ in range(ranks)]
@@ -52,9 +54,10 @@ class Maker:
         return LocalEngine(
             model or self.model,
             pools,
-            limits=Limits(max_model_len, BLOCK, seats, blocks, self.spec.vocab_size),
+            limits=Limits(max_model_len, BLOCK, seats, blocks, self.spec.vocab_size, max_waiting),
             step=StepLimits(step_tokens, 16, vocab_bound or self.bound, self.eos if eos_ids is None else eos_ids),
             layout=kv_contract(kv, self.weights),
+            prefix_cache=prefix_cache,
         )
 
     @asynccontextmanager
@@ -103,5 +106,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def idle(engine: LocalEngine) -> bool:
+    """Whether nothing runs, waits or is held; the books must balance at any time."""
+    engine.check_integrity()
     stats = engine.stats()
     return (stats.running, stats.waiting) == (0, 0) and stats.blocks_free == stats.blocks_total

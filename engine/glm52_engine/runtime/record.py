@@ -1,0 +1,56 @@
+"""One request on the event loop's side, from submission to the return of its last block."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from dataclasses import dataclass
+from typing import Literal
+
+from glm52_engine.runtime.stream import TokenStream
+from glm52_engine.runtime.types import Blocks, Prefilled, Request
+from glm52_engine.schedule import Grant
+
+State = Literal["waiting", "computing", "held", "decoding"]
+
+
+class EngineStopped(RuntimeError):
+    """The engine was stopped, a rank failed, or the request was released while this call was waiting for it."""
+
+
+@dataclass(slots=True)
+class Record:
+    """`prefix`: keys of the prompt's full blocks, if any are shared. `came`, `seated`: monotonic seconds."""
+
+    key: str
+    request: Request
+    prefill: bool
+    done: asyncio.Future[Prefilled | Blocks]
+    came: float
+    seated: float = 0.0
+    prefix: tuple[bytes, ...] = ()
+    state: State = "waiting"
+    grant: Grant | None = None
+    closing: bool = False
+    stream_ref: weakref.ref[TokenStream] | None = None
+
+    @property
+    def blocks(self) -> Blocks:
+        if self.grant is None:
+            raise RuntimeError(f"{self.request.id} has no blocks yet")
+        return Blocks(self.grant.rank, self.grant.blocks)
+
+    @property
+    def stream(self) -> TokenStream | None:
+        """None also when the consumer dropped it: holding it here would keep a dropped one alive, and its blocks."""
+        return None if self.stream_ref is None else self.stream_ref()
+
+    def resolve(self, result: Prefilled | Blocks) -> None:
+        if not self.done.done():
+            self.done.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            # A call that was cancelled never looks; asyncio would log that as an error.
+            self.done.exception()

@@ -53,10 +53,8 @@ def load_parts(
     blocks = pool_blocks(role.host_pool_gib * GIB, block_size=block_size, token_bytes=kv.token_bytes)
     _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
     bound = decodable_bound(path) if vocab_bound is None else vocab_bound
-    if bound > spec.vocab_size:
-        raise ConfigError(
-            f"{path}: the tokenizer has ids up to {bound - 1}, the model a vocabulary of {spec.vocab_size}"
-        )
+    ends = eos_token_ids(path) if eos_ids is None else eos_ids
+    _check_vocabulary(path, spec, bound, ends)
     on_phase("checking the memory limit")
     check_memory(role, weights=weight_bytes(spec), limit=memory_limit())
     on_phase("reading weights")
@@ -76,7 +74,7 @@ def load_parts(
             budget=step_tokens,
             least_prefill=max(1, step_tokens // 4),
             vocab_bound=bound,
-            eos_ids=eos_token_ids(path) if eos_ids is None else eos_ids,
+            eos_ids=ends,
         ),
         layout=kv_contract(kv, weights),
     )
@@ -95,6 +93,17 @@ def kv_contract(kv: KvLayout, weights: Weights) -> dict[str, str | int]:
         "index_row": kv.index_row,
         "block_size": kv.block_size,
     }
+
+
+def _check_vocabulary(path: Path, spec: ModelSpec, bound: int, ends: frozenset[int]) -> None:
+    if bound > spec.vocab_size:
+        raise ConfigError(
+            f"{path}: the tokenizer has ids up to {bound - 1}, the model a vocabulary of {spec.vocab_size}"
+        )
+    strange = sorted(token for token in ends if not 0 <= token < bound)
+    if strange:
+        # Such an id is never sampled: an output would end at max_tokens only, for ever in the middle of a sentence.
+        raise ConfigError(f"{path}: eos_token_id: found {strange}; expected ids below the tokenizer's {bound}")
 
 
 def _check_lengths(

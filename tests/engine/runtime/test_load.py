@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from glm52_engine.config import ConfigError, RoleConfig
-from glm52_engine.runtime import load
+from glm52_engine.runtime import load, progress
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.sizing import GIB
+from glm52_engine.tokenizer import decodable_bound, eos_token_ids
+from tests.engine.checkpoint.support import fp8, quantized, write
 from tests.engine.model.support import prompt
 from tests.engine.runtime.support import greedy
 
@@ -100,6 +104,77 @@ def test_a_tokenizer_of_another_model(tiny_checkpoint: Path, tmp_path: Path) -> 
     file.write_text(file.read_text().replace('"id": 276', '"id": 400'))
     with pytest.raises(ConfigError, match="the tokenizer has ids up to 400, the model a vocabulary of 320"):
         start(tmp_path / "m")
+
+
+def test_an_end_that_no_token_stands_for(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "m")
+    file = tmp_path / "m" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [256, 300]}))
+    with pytest.raises(ConfigError, match=r"eos_token_id: found \[300\]; expected ids below the tokenizer's 277"):
+        start(tmp_path / "m")
+
+
+@pytest.fixture
+def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "pool_blocks", lambda *args, **kwargs: 16)
+
+
+@pytest.mark.usefixtures("small_pool")
+async def test_each_of_the_three_ends_ends(tiny_checkpoint: Path) -> None:
+    engine = start(tiny_checkpoint)
+    engine.start()
+    try:
+        ends = eos_token_ids(tiny_checkpoint)
+        assert len(ends) == 3
+        for end in ends:
+            request = greedy(f"r{end}", tuple(prompt(5)), 5, logit_bias=((end, 1e4),))
+            token = (await engine.prefill(request)).token
+            assert (token.id, token.finish) == (end, "stop")
+    finally:
+        engine.stop()
+
+
+@pytest.mark.usefixtures("small_pool")
+async def test_padding_of_the_vocabulary_is_never_sampled(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    bound = decodable_bound(tmp_path / "m")
+    assert bound < len(tensors["lm_head.weight"])
+    tensors["lm_head.weight"][bound:] *= -100  # the likeliest by far
+    (tmp_path / "m/model.safetensors").unlink()
+    save_file(tensors, tmp_path / "m/model.safetensors")
+    engine = start(tmp_path / "m")
+    engine.start()
+    try:
+        for temperature in (0.0, 5.0):
+            request = greedy(f"r{temperature}", tuple(prompt(5)), 5, temperature=temperature)
+            assert (await engine.prefill(request)).token.id < bound
+    finally:
+        engine.stop()
+
+
+@pytest.mark.usefixtures("small_pool")
+async def test_an_fp8_checkpoint(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "m"
+    shutil.copytree(tiny_checkpoint, out)
+    (out / "model.safetensors").unlink()
+    stored = quantized(load_file(tiny_checkpoint / "model.safetensors"))
+    write(out, fp8(json.loads((out / "config.json").read_text())), stored, shards=2)
+    asked: list[int] = []
+    monkeypatch.setattr(load, "check_memory", lambda role, weights, limit: asked.append(weights))
+    monkeypatch.setattr(progress, "_LEAST_BYTES", 1)
+    phases: list[str] = []
+    engine = start(out, phases)
+    # What is held, not what is stored: four bytes for each one of FP8.
+    assert asked[0] > 2 * sum(tensor.nbytes for tensor in stored.values())
+    told = [phase for phase in phases if phase.startswith("reading weights: ")]
+    assert 15 <= len(told) <= 20
+    assert told[-1] == "reading weights: 100 % of 0 GiB"
+    engine.start()
+    try:
+        assert (await engine.prefill(greedy("r", tuple(prompt(100)), 5))).computed_tokens == 100
+    finally:
+        engine.stop()
 
 
 async def test_a_loaded_engine_works(tiny_checkpoint: Path) -> None:

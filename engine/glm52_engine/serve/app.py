@@ -96,6 +96,7 @@ def state(pod: Pod) -> dict[str, Any]:
         "waiting": stats.waiting if stats else 0,
         "blocks_total": stats.blocks_total if stats else 0,
         "blocks_free": stats.blocks_free if stats else 0,
+        "prefix_cache_hits": stats.prefix_cache_hits if stats else 0,
         "prompt_tokens_computed": stats.prompt_tokens_computed if stats else 0,
         "tokens_generated": stats.tokens_generated if stats else 0,
         "steps": stats.steps if stats else 0,

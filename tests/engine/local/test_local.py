@@ -133,8 +133,12 @@ def test_streamed_and_whole_answers_agree_several_at_once(running: Running, clie
         together = list(pool.map(streamed, prompts))
     assert together == [(answer.choices[0].text, answer.usage.total_tokens) for answer in alone]
     after = pods(running)
-    computed = [sum(p["prompt_tokens_computed"] for p in now["prefill"]) for now in (before, after)]
-    assert computed[1] - computed[0] == sum(map(len, prompts))
+    computed, found = (
+        [sum(p[name] for p in now["prefill"]) for now in (before, after)]
+        for name in ("prompt_tokens_computed", "prefix_cache_hits")
+    )
+    assert computed[1] - computed[0] + found[1] - found[0] == sum(map(len, prompts))
+    assert after["decode"][0]["prefix_cache_hits"] == 0
     assert after["decode"][0]["prompt_tokens_computed"] == 0
     moved = [sum(p["kv_bytes_out"] for p in now["prefill"]) for now in (before, after)]
     pulled = [now["decode"][0]["kv_bytes_in"] for now in (before, after)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +23,14 @@ class Guard:
     what they were."""
 
     def __init__(self, markers: Collection[str], markup: Collection[str]) -> None:
-        self._all = _starts(markers)
-        self._foreign = _starts(set(markers) - set(markup))
+        self._all = tuple(markers)
+        self._foreign = tuple(set(markers) - set(markup))
 
     def shield(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Guarded:
         """Raises ValueError when no mark is left."""
         conversation = list(messages)
-        if not any(self._all.search(text) for text in _strings([conversation, tools])):
+        # Substrings, not a pattern: a prompt may have 30 MB, and a pattern would hold Python's lock for all of them.
+        if not any(marker in text for text in _strings([conversation, tools]) for marker in self._all):
             return Guarded(conversation, None if tools is None else list(tools), "")
         used = {mark for text in _strings([conversation, tools]) for mark in _MARKS if mark in text}
         mark = next((mark for mark in _MARKS if mark not in used), "")
@@ -50,20 +50,18 @@ class Guard:
         }
 
 
-def _starts(markers: Iterable[str]) -> re.Pattern[str]:
-    """Matches the first character of every marker, also of those that overlap."""
-    texts = "|".join(re.escape(marker) for marker in sorted(markers))
-    return re.compile(f"(?=(?:{texts}))." if texts else "(?!)", re.DOTALL)
-
-
-def _marked(value: Any, starts: re.Pattern[str], mark: str) -> Any:
+def _marked(value: Any, markers: Iterable[str], mark: str) -> Any:
     """Any JSON value, names of fields included: a template may render those too."""
     if isinstance(value, str):
-        return starts.sub(lambda found: found[0] + mark, value)
+        for marker in markers:
+            # More than once, since a marker may overlap with itself.
+            while marker in value:
+                value = value.replace(marker, marker[0] + mark + marker[1:])
+        return value
     if isinstance(value, list):
-        return [_marked(item, starts, mark) for item in value]
+        return [_marked(item, markers, mark) for item in value]
     if isinstance(value, dict):
-        return {_marked(name, starts, mark): _marked(item, starts, mark) for name, item in value.items()}
+        return {_marked(name, markers, mark): _marked(item, markers, mark) for name, item in value.items()}
     return value
 
 

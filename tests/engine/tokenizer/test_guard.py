@@ -87,11 +87,11 @@ def test_a_guarded_neighbour_changes_no_id(tokenizer: Tokenizer, text: str) -> N
 
 
 def test_markers_that_overlap_are_all_broken() -> None:
-    guarded = Guard(["abc", "cde"], []).shield([user("xabcdex")], None)
+    text = "xabcdex [[[[ "
+    guarded = Guard(["abc", "cde", "[["], []).shield([user(text)], None)
     content = guarded.messages[0]["content"]
-    assert "abc" not in content
-    assert "cde" not in content
-    assert content.replace(guarded.mark, "") == "xabcdex"
+    assert not any(marker in content for marker in ("abc", "cde", "[["))
+    assert content.replace(guarded.mark, "") == text
 
 
 def test_without_a_mark_to_take_it_is_refused(tokenizer: Tokenizer) -> None:

@@ -195,7 +195,8 @@ def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, draws: Sequence[Draw])
     if not counts:
         return {}
     places = list(counts)
-    logprobs = logits[places].log_softmax(dim=1)
+    # Nothing infinite leaves: JSON has no word for it. The bound is vLLM's.
+    logprobs = logits[places].log_softmax(dim=1).clamp(min=-9999.0)
     own: list[float] = logprobs.gather(1, chosen[places].unsqueeze(1)).squeeze(1).tolist()
     values, ids = logprobs.topk(min(max(counts.values()), logprobs.shape[1]), dim=1)
     tops = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field, replace
 
-from glm52_engine.runtime.types import Blocks, FinishReason, Request, Token
-from glm52_engine.serve.answers import Shape
-from glm52_engine.serve.errors import bad, unavailable
+from glm52_engine.runtime.types import Blocks, EngineBusy, Request, Token
+from glm52_engine.serve.answers import Choice, Shape
+from glm52_engine.serve.errors import bad, no_number, unavailable
+from glm52_engine.serve.merge import merged
 from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import DecodeCall, Loaded, Pod
 from glm52_engine.serve.sender import Sender
-from glm52_engine.serve.text import Piece, TextStream, engine_request
+from glm52_engine.serve.text import Piece, TextStream, engine_request, prompt_text
 from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.agent import TransferError
 from glm52_engine.transfer.peers import KvReference
@@ -29,130 +29,201 @@ async def decode(pod: Pod, call: DecodeCall, sender: Sender, watch: Watch) -> No
         parts = pod.parts()
         with _offered(parts, call) as offer:
             # A long conversation takes a while to check; the streams and the probes must go on meanwhile.
-            run = await asyncio.to_thread(_prepare, pod, parts, call, watch)
-            if run.piece.finish:
-                await run.answer(sender, _only(run.piece))
-            elif call.kv is None:
-                raise bad("kv: missing, and the first token is not the last", param="kv")
-            else:
-                _check_geometry(parts, run.request, call.kv)
-                await _continue(run, offer, call.kv, sender)
-        log.info("answered", extra={"request": call.id, "tokens": run.text.tokens, "seconds": watch.ended()})
+            run = await asyncio.to_thread(_prepare, pod, parts, call, watch, offer)
+            if run.unfinished:
+                _check_geometry(run, call.kv)
+            sources = [_pieces(run, choice, call.kv) for choice in run.choices]
+            async with contextlib.aclosing(merged(sources)) as pieces:
+                finish = await (_stream(run, sender, pieces) if run.asked.stream else _whole(run, sender, pieces))
+            watch.finished(finish, run.tokens)
+        log.info("answered", extra={"request": call.id, "tokens": run.tokens, "seconds": watch.ended()})
 
 
 @dataclass(slots=True)
 class _Offer:
-    """Whether a prefill pod still holds KV for us."""
+    """KV that a prefill pod holds for us until it has been read `readers` times."""
 
-    open: bool
+    readers: int
 
 
 @contextlib.contextmanager
 def _offered(parts: Loaded, call: DecodeCall) -> Iterator[_Offer]:
-    offer = _Offer(call.kv is not None)
+    offer = _Offer(sum(token.finish is None for token in call.first_tokens) if call.kv else 0)
     try:
         yield offer
+    except EngineBusy:
+        # Another decode pod may have room: the router offers it the same KV, or gives it up.
+        offer.readers = 0
+        raise
     finally:
-        if offer.open and call.kv is not None:
+        if offer.readers and call.kv is not None:
             parts.puller.give_up(call.kv, call.id)
 
 
 @dataclass(slots=True)
-class _Run:
-    """One request on its way through this pod."""
+class _Choice:
+    """One choice: a request of its own to the engine."""
 
-    pod: Pod
-    parts: Loaded
-    asked: Asked
     request: Request
     first: Token
     text: TextStream
     piece: Piece
     """What the first token adds."""
+    body: Choice
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call on its way through this pod."""
+
+    parts: Loaded
+    call_id: str
+    asked: Asked
+    choices: list[_Choice]
     shape: Shape
     watch: Watch
+    offer: _Offer
+    seated: bool = False
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    """The first KV is here: until then a failure has a status of its own, and another pod may be tried."""
 
-    async def answer(self, sender: Sender, pieces: AsyncIterator[Piece]) -> None:
-        finish = await (self._stream(sender, pieces) if self.asked.stream else self._whole(sender, pieces))
-        self.watch.finished(finish, self.text.tokens)
+    @property
+    def tokens(self) -> int:
+        return sum(choice.text.tokens for choice in self.choices)
 
-    async def _whole(self, sender: Sender, pieces: AsyncIterator[Piece]) -> str:
-        all_pieces = [piece async for piece in pieces]
-        finish = _finish(all_pieces[-1])
-        await sender.whole(200, self.shape.whole(all_pieces))
-        return finish
-
-    async def _stream(self, sender: Sender, pieces: AsyncIterator[Piece]) -> str:
-        last: Piece | None = None
-        async for piece in pieces:
-            last = piece
-            if piece.finish == "abort":
-                break
-            if self.shape.worth_sending(piece):
-                await sender.event(self.shape.chunk(piece))
-        finish = _finish(last)
-        if self.asked.include_usage:
-            await sender.event(self.shape.last(self.text.tokens))
-        await sender.done()
-        return finish
+    @property
+    def unfinished(self) -> bool:
+        return any(choice.piece.finish is None for choice in self.choices)
 
 
-def _finish(last: Piece | None) -> str:
-    """The finish reason; an answer that was cut off is an error, never a success."""
-    if last is None or last.finish is None or last.finish == "abort":
+async def _whole(run: _Run, sender: Sender, pieces: AsyncIterator[tuple[int, Piece]]) -> str:
+    """Answers, and returns the finish reason of the first choice."""
+    collected: list[list[Piece]] = [[] for _ in run.choices]
+    async for index, piece in pieces:
+        _check(piece)
+        collected[index].append(piece)
+    finish = _finish([each[-1] if each else None for each in collected])
+    bodies = [choice.body.whole(each) for choice, each in zip(run.choices, collected, strict=True)]
+    await sender.whole(200, run.shape.whole(bodies, run.tokens))
+    return finish
+
+
+async def _stream(run: _Run, sender: Sender, pieces: AsyncIterator[tuple[int, Piece]]) -> str:
+    last: list[Piece | None] = [None for _ in run.choices]
+    async for index, piece in pieces:
+        _check(piece)
+        last[index] = piece
+        body = run.choices[index].body
+        if body.worth_sending(piece):
+            await sender.event(run.shape.chunk(body.chunk(piece), run.tokens))
+    finish = _finish(last)
+    if run.asked.include_usage:
+        await sender.event(run.shape.last(run.tokens))
+    await sender.done()
+    return finish
+
+
+def _check(piece: Piece) -> None:
+    """An answer that was cut off is an error, never a success."""
+    if piece.finish == "abort":
         raise unavailable("this server is going away; the request was cut off", "aborted")
-    return last.finish
+    if piece.finish == "error":
+        raise no_number()
 
 
-def _prepare(pod: Pod, parts: Loaded, call: DecodeCall, watch: Watch) -> _Run:
+def _finish(last: list[Piece | None]) -> str:
+    reasons = [piece.finish if piece else None for piece in last]
+    if None in reasons:
+        raise unavailable("this server is going away; the request was cut off", "aborted")
+    return str(reasons[0])
+
+
+def _prepare(pod: Pod, parts: Loaded, call: DecodeCall, watch: Watch, offer: _Offer) -> _Run:
     asked = read_request(call.endpoint, call.body, pod.config.model.name)
-    if max(call.prompt_ids) >= parts.tokenizer.vocab_bound or min(call.prompt_ids) < 0:
-        raise bad(f"prompt_ids: a token id is not below {parts.tokenizer.vocab_bound}", param="prompt_ids")
-    if call.first_token.id >= parts.tokenizer.vocab_bound:
-        raise bad(f"first_token: {call.first_token.id} is no token of this model", param="first_token")
-    request = engine_request(
-        asked,
-        call.id,
-        tuple(call.prompt_ids),
-        seed=call.seed,
-        max_model_len=pod.config.model.max_model_len,
-        tokenizer=parts.tokenizer,
-    )
-    text = TextStream(asked, parts.tokenizer)
-    first = Token(call.first_token.id, 0, cast("FinishReason | None", call.first_token.finish))
-    shape = Shape(asked, call.id, len(request.prompt))
-    return _Run(pod, parts, asked, request, first, text, text.push(first), shape, watch)
+    bound = parts.tokenizer.vocab_bound
+    if max(call.prompt_ids) >= bound or min(call.prompt_ids) < 0:
+        raise bad(f"prompt_ids: a token id is not below {bound}", param="prompt_ids")
+    if len(call.first_tokens) != asked.n or max(token.id for token in call.first_tokens) >= bound:
+        raise bad(f"first_tokens: expected {asked.n} with ids below {bound}", param="first_tokens")
+    prompt = tuple(call.prompt_ids)
+    limits = {"max_model_len": pod.config.model.max_model_len, "seed": call.seed}
+    request = engine_request(asked, call.id, prompt, tokenizer=parts.tokenizer, **limits)
+    echo = prompt_text(asked, prompt, parts.tokenizer) if asked.echo else ""
+    choices = []
+    for index, first in enumerate(call.first_tokens):
+        text, token = TextStream(asked, parts.tokenizer), first.token()
+        own = replace(
+            request,
+            id=f"{call.id}/{index}" if index else call.id,
+            sampling=replace(request.sampling, choice=index),
+            choices=1,
+        )
+        choices.append(_Choice(own, token, text, text.push(token), Choice(asked, index, echo)))
+    shape = Shape(asked, call.id, prompt_tokens=len(prompt), cached_tokens=call.cached_tokens)
+    return _Run(parts, call.id, asked, choices, shape, watch, offer)
 
 
-def _check_geometry(parts: Loaded, request: Request, kv: KvReference) -> None:
-    parts.puller.check(kv)
-    needed = -(-len(request.prompt) // parts.engine.pools[0].block_size)
-    if kv.num_tokens != len(request.prompt) or len(kv.blocks) != needed:
+def _check_geometry(run: _Run, kv: KvReference | None) -> None:
+    if kv is None:
+        raise bad("kv: missing, and a first token is not the last", param="kv")
+    run.parts.puller.check(kv)
+    prompt = len(run.choices[0].request.prompt)
+    needed = -(-prompt // run.parts.engine.pools[0].block_size)
+    if kv.num_tokens != prompt or len(kv.blocks) != needed:
         raise bad(
-            f"kv: {len(kv.blocks)} blocks for {kv.num_tokens} tokens cannot hold a prompt of {len(request.prompt)}",
-            param="kv",
+            f"kv: {len(kv.blocks)} blocks for {kv.num_tokens} tokens cannot hold a prompt of {prompt}", param="kv"
         )
 
 
-async def _continue(run: _Run, offer: _Offer, kv: KvReference, sender: Sender) -> None:
-    engine, request = run.parts.engine, run.request
+async def _pieces(run: _Run, choice: _Choice, kv: KvReference | None) -> AsyncGenerator[Piece, None]:
+    """Ends with the first piece that has a finish reason; closing it frees the seat and the blocks.
+
+    Every choice pulls the KV into blocks of its own as soon as it has a seat: choices that waited for each other while
+    they hold seats could wait for ever.
+    """
+    if choice.piece.finish or kv is None:
+        if run.unfinished:
+            await run.began.wait()
+        yield choice.piece
+        return
     try:
-        blocks = await _reserve(run, kv)
-        run.watch.seated()
-        await run.parts.puller.pull(kv, request.id, request.prompt, blocks)
-        offer.open = False
-        run.watch.pulled()
-        async with contextlib.aclosing(_pieces(run, blocks)) as pieces:
-            await run.answer(sender, pieces)
+        blocks = await _pull(run, choice.request, kv)
+        yield choice.piece
+        seen = run.watch.tokens()
+        tokens = run.parts.engine.decode(choice.request, blocks, choice.first)
+        try:
+            async for token in tokens:
+                seen()
+                piece = choice.text.push(token)
+                yield piece
+                if piece.finish:
+                    return
+        finally:
+            close = getattr(tokens, "aclose", None)
+            if close is not None:
+                await close()
     finally:
         # Harmless where decode's own end has freed everything; needed when it never began.
-        engine.release(request.id)
+        run.parts.engine.release(choice.request.id)
 
 
-async def _reserve(run: _Run, kv: KvReference) -> Blocks:
+async def _pull(run: _Run, request: Request, kv: KvReference) -> Blocks:
+    blocks = await _reserve(run, request, kv)
+    first, run.seated = not run.seated, True
+    if first:
+        run.watch.seated()
+    await run.parts.puller.pull(kv, run.call_id, request.prompt, blocks)
+    run.offer.readers -= 1
+    if first:
+        run.watch.pulled()
+    run.began.set()
+    return blocks
+
+
+async def _reserve(run: _Run, request: Request, kv: KvReference) -> Blocks:
     """Waits for a seat and blocks while keeping prefill's lease alive; a lost lease ends the wait."""
-    with run.parts.puller.keeping(kv, run.request.id) as lost:
-        seat = asyncio.ensure_future(run.parts.engine.reserve(run.request))
+    with run.parts.puller.keeping(kv, run.call_id) as lost:
+        seat = asyncio.ensure_future(run.parts.engine.reserve(request))
         try:
             await asyncio.wait({seat, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not seat.done():
@@ -164,25 +235,3 @@ async def _reserve(run: _Run, kv: KvReference) -> Blocks:
                 seat.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await seat
-
-
-async def _only(piece: Piece) -> AsyncIterator[Piece]:
-    yield piece
-
-
-async def _pieces(run: _Run, blocks: Blocks) -> AsyncGenerator[Piece, None]:
-    """Ends with the first piece that has a finish reason; closing it frees the seat and the blocks."""
-    yield run.piece
-    seen = run.watch.tokens()
-    tokens = run.parts.engine.decode(run.request, blocks, run.first)
-    try:
-        async for token in tokens:
-            seen()
-            piece = run.text.push(token)
-            yield piece
-            if piece.finish:
-                return
-    finally:
-        close = getattr(tokens, "aclose", None)
-        if close is not None:
-            await close()

@@ -60,6 +60,10 @@ def unavailable(message: str, code: str | None = None) -> ApiError:
     return ApiError(503, message, code=code, retry_after=RETRY_AFTER_SECONDS)
 
 
+def no_number() -> ApiError:
+    return ApiError(500, "the model's numbers for this request are none; other requests go on", code="not_a_number")
+
+
 def no_route(method: str, path: str) -> ApiError:
     return ApiError(404, f"there is no {method} {path}", code="unknown_url")
 

@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from glm52_engine.serve.errors import ApiError, bad
 from glm52_engine.serve.fields import Fields, wrong
+from glm52_engine.serve.messages import read_messages
 
 Endpoint = Literal["chat", "completions"]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat has none and may use the rest of the context."""
 
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST = 2**31 - 1
 
-_HARMLESS = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
+_HARMLESS = frozenset(
+    {
+        "add_special_tokens",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+    }
 )
-"""Known to OpenAI's clients, without effect on the tokens."""
+"""Known to OpenAI's and vLLM's clients, without effect on the tokens here."""
 
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "add_generation_prompt": lambda v: v is True,
+    "allowed_token_ids": lambda v: False,
     "audio": lambda v: False,
-    "best_of": lambda v: v == 1,
+    "bad_words": lambda v: v == [],
+    "chat_template": lambda v: False,
+    "continue_final_message": lambda v: v is False,
+    "documents": lambda v: v == [],
     "echo": lambda v: v is False,
-    "frequency_penalty": lambda v: v == 0,
     "function_call": lambda v: v == "none",
     "functions": lambda v: v == [],
+    "guided_choice": lambda v: False,
+    "guided_grammar": lambda v: False,
     "guided_json": lambda v: False,
     "guided_regex": lambda v: False,
-    "logit_bias": lambda v: v == {},
-    "logprobs": lambda v: v is False,
-    "min_p": lambda v: v == 0,
-    "min_tokens": lambda v: v == 0,
+    "length_penalty": lambda v: v == 1,
     "modalities": lambda v: v == ["text"],
-    "n": lambda v: type(v) is int and v == 1,
     "parallel_tool_calls": lambda v: True,
     "prediction": lambda v: False,
-    "presence_penalty": lambda v: v == 0,
+    "prompt_embeds": lambda v: False,
+    "prompt_logprobs": lambda v: False,
     "reasoning_effort": lambda v: False,
-    "repetition_penalty": lambda v: v == 1,
     "response_format": lambda v: v == {"type": "text"},
+    "return_tokens_as_token_ids": lambda v: v is False,
+    "structured_outputs": lambda v: False,
     "suffix": lambda v: v == "",
     "tool_choice": lambda v: v in ("none", "auto"),
     "tools": lambda v: v == [],
-    "top_logprobs": lambda v: v == 0,
+    "truncate_prompt_tokens": lambda v: False,
+    "use_beam_search": lambda v: v is False,
     "verbosity": lambda v: False,
     "web_search_options": lambda v: False,
 }
@@ -62,59 +76,99 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One valid request. Exactly one of messages and prompt is set."""
+    """One valid request; the fields that the engine's `Sampling` has too mean the same here.
+
+    `logprobs`: how many alternatives to each token, None for no log probabilities at all. `ignored`: fields of the
+    body that nobody knows, which is no error, as in vLLM.
+    """
 
     endpoint: Endpoint
     model: str
     messages: tuple[dict[str, Any], ...] = ()
     prompt: str | tuple[int, ...] = ""
+    echo: bool = False
+    n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    skip_special: bool = True
+    logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
+    usage_in_chunks: bool = False
     return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str = ""
     template: dict[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.endpoint == "chat" else "prompt"
 
 
 def read_request(endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Asked:
     """Raises ApiError: 400 naming the field, 404 for another model."""
     fields = Fields(body)
-    _check_model(fields, model)
+    check_model(fields, model)
     chat = endpoint == "chat"
     stream = fields.flag("stream")
-    asked = Asked(
+    n = fields.integer("n", 1, MAX_CHOICES) or 1
+    _check_best_of(fields, chat, n)
+    logprobs = _chat_logprobs(fields) if chat else fields.integer("logprobs", 0, MAX_LOGPROBS)
+    include_usage, usage_in_chunks = _stream_options(fields, stream)
+    return Asked(
         endpoint=endpoint,
         model=model,
-        messages=_messages(fields.take("messages")) if chat else (),
+        messages=read_messages(fields.take("messages")) if chat else (),
         prompt="" if chat else _prompt(fields.take("prompt")),
+        echo=False if chat else _echo(fields, logprobs),
+        n=n,
         max_tokens=_max_tokens(fields, chat),
+        min_tokens=fields.integer("min_tokens", 0, MOST) or 0,
         temperature=_or(fields.number("temperature", 0, 2), 1.0),
         top_p=_or(fields.number("top_p", 0, 1, above_low=True), 1.0),
-        top_k=max(0, fields.integer("top_k", -1, 2**31 - 1) or 0),
+        top_k=max(0, fields.integer("top_k", -1, MOST) or 0),
+        min_p=_or(fields.number("min_p", 0, 1), 0.0),
+        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
+        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", 0, 100, above_low=True), 1.0),
+        logit_bias=_logit_bias(fields),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         stop=_stop(fields.take("stop")),
+        include_stop=fields.flag("include_stop_str_in_output"),
         stop_token_ids=frozenset(fields.integers("stop_token_ids")),
         ignore_eos=fields.flag("ignore_eos"),
+        skip_special=fields.flag("skip_special_tokens", True),
+        logprobs=logprobs,
         stream=stream,
-        include_usage=_include_usage(fields, stream),
+        include_usage=include_usage,
+        usage_in_chunks=usage_in_chunks,
         return_token_ids=fields.flag("return_token_ids"),
-        template=_template(fields) if chat else {},
+        priority=fields.integer("priority", -MOST, MOST) or 0,
+        cache_salt=fields.text("cache_salt") or "",
+        template=template_variables(fields) if chat else {},
+        ignored=_check_rest(fields),
     )
-    _check_rest(fields)
-    return asked
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _check_model(fields: Fields, model: str) -> None:
+def check_model(fields: Fields, model: str) -> None:
     asked = fields.text("model")
     if not asked:
         raise bad(f"model: missing, expected {model!r}", param="model")
@@ -129,36 +183,74 @@ def _check_model(fields: Fields, model: str) -> None:
 
 def _max_tokens(fields: Fields, chat: bool) -> int | None:
     # The upper bound is the context, which is checked when the prompt's length is known.
-    old = fields.integer("max_tokens", 1, 2**31 - 1)
-    new = fields.integer("max_completion_tokens", 1, 2**31 - 1) if chat else None
+    old = fields.integer("max_tokens", 1, MOST)
+    new = fields.integer("max_completion_tokens", 1, MOST) if chat else None
     if old is not None and new is not None and old != new:
         raise bad("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
     asked = new if new is not None else old
     return asked if chat or asked is not None else COMPLETION_MAX_TOKENS
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _check_best_of(fields: Fields, chat: bool, n: int) -> None:
+    best_of = None if chat else fields.integer("best_of", 1, MAX_CHOICES)
+    if best_of not in (None, n):
+        raise bad(f"best_of: found {best_of}; this server returns every choice, n = {n}", param="best_of")
+
+
+def _chat_logprobs(fields: Fields) -> int | None:
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
+    if top and not wanted:
+        raise bad("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+    return top if wanted else None
+
+
+def _echo(fields: Fields, logprobs: int | None) -> bool:
+    echo = fields.flag("echo")
+    if echo and logprobs is not None:
+        raise bad(
+            "echo: not together with logprobs, since no log probabilities of prompts are computed here",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    return echo
+
+
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Usage at the end, and in every chunk."""
     options = fields.take("stream_options")
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise wrong("stream_options", options, "an object")
     if not stream:
         raise bad("stream_options: only allowed with stream: true", param="stream_options")
     inner = Fields(options)
     usage = inner.flag("include_usage")
+    in_chunks = inner.flag("continuous_usage_stats")
     inner.take("include_obfuscation")
     if inner.rest():
         raise bad(f"stream_options.{inner.rest()[0]}: unknown field", param="stream_options")
-    return usage
+    return usage, usage and in_chunks
 
 
-def _template(fields: Fields) -> dict[str, Any]:
+def template_variables(fields: Fields) -> dict[str, Any]:
     inner = Fields(fields.object("chat_template_kwargs"))
     thinking = inner.flag("enable_thinking", True)
     if inner.rest():
         raise bad(f"chat_template_kwargs.{inner.rest()[0]}: unknown field", param="chat_template_kwargs")
     return {} if thinking else {"enable_thinking": False}
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    biases = []
+    for name, value in fields.object("logit_bias").items():
+        if not re.fullmatch(r"[0-9]{1,9}", name):
+            raise bad(f"logit_bias: found the key {name[:40]!r}, expected a token id", param="logit_bias")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise bad(f"logit_bias.{name}: found {str(value)[:40]}, expected -100 to 100", param="logit_bias")
+        biases.append((int(name), float(value)))
+    return tuple(biases)
 
 
 def _stop(value: Any) -> tuple[str, ...]:
@@ -186,77 +278,13 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     raise wrong("prompt", value, expected + ", not empty")
 
 
-def _messages(value: Any) -> tuple[dict[str, Any], ...]:
-    if value is None:
-        raise bad("messages: missing, expected an array of messages", param="messages")
-    if not isinstance(value, list) or not value:
-        raise wrong("messages", value, "an array with at least one message")
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(value))
-
-
-def _message(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _bad_message(where, value, "an object with role and content")
-    role = value.get("role")
-    if role not in ROLES:
-        raise _bad_message(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    message: dict[str, Any] = {"role": role}
-    calls = _tool_calls(f"{where}.tool_calls", value.get("tool_calls")) if role == "assistant" else []
-    message["content"] = _content(f"{where}.content", value.get("content"), optional=role == "assistant")
-    if calls:
-        message["tool_calls"] = calls
-    reasoning = value.get("reasoning_content")
-    if role == "assistant" and isinstance(reasoning, str):
-        message["reasoning_content"] = reasoning
-    return message
-
-
-def _content(where: str, value: Any, *, optional: bool) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None and optional:
-        return ""
-    if not isinstance(value, list) or not value:
-        raise _bad_message(where, value, "a string or an array of text parts")
-    return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(value))
-
-
-def _part(where: str, value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        raise _bad_message(where, value, 'a part of type "text"; this model reads nothing else')
-    if not isinstance(value.get("text"), str):
-        raise _bad_message(f"{where}.text", value.get("text"), "a string")
-    return str(value["text"])
-
-
-def _tool_calls(where: str, value: Any) -> list[dict[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise _bad_message(where, value, "an array")
-    for i, call in enumerate(value):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad_message(f"{where}[{i}].function", function, "an object with name and arguments")
-        if not isinstance(function.get("arguments", ""), str):
-            raise _bad_message(f"{where}[{i}].function.arguments", function["arguments"], "a string of JSON")
-    return list(value)
-
-
-def _bad_message(where: str, value: Any, expected: str) -> Exception:
-    error = wrong(where, value, expected)
-    assert isinstance(error, ApiError)
-    error.param = "messages"
-    return error
-
-
-def _check_rest(fields: Fields) -> None:
+def _check_rest(fields: Fields) -> tuple[str, ...]:
+    """What is left: fields without effect, fields that must not be overlooked, and unknown ones, which are returned."""
+    ignored = []
     for name in fields.rest():
         value = fields.take(name)
-        if name in _HARMLESS:
-            continue
-        if name not in _UNSUPPORTED:
-            raise bad(f"{name}: unknown field", param=name, code="unknown_parameter")
-        if not _UNSUPPORTED[name](value):
+        if name in _UNSUPPORTED and not _UNSUPPORTED[name](value):
             raise bad(f"{name}: this server does not support it", param=name, code="unsupported_parameter")
+        if name not in _UNSUPPORTED and name not in _HARMLESS:
+            ignored.append(name)
+    return tuple(ignored)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
-from glm52_engine.runtime.types import Engine, EngineBusy, RequestError
+from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestError, Token
 from glm52_engine.serve.errors import ApiError, bad, unavailable
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.openai import Endpoint
@@ -68,22 +68,46 @@ class PrefillCall(_Envelope):
     """POST /internal/v1/prefill."""
 
 
+class FirstLogprobs(BaseModel):
+    """See `runtime.types.Logprobs`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class FirstToken(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: int = Field(ge=0)
-    finish: str | None = None
+    finish: Literal["stop", "length"] | None = None
+    logprobs: FirstLogprobs | None = None
+
+    @classmethod
+    def of(cls, token: Token) -> FirstToken:
+        scores = token.logprobs
+        logprobs = None if scores is None else FirstLogprobs(chosen=scores.chosen, top=scores.top)
+        return cls.model_validate({"id": token.id, "finish": token.finish, "logprobs": logprobs})
+
+    def token(self) -> Token:
+        scores = self.logprobs
+        return Token(self.id, 0, self.finish, None if scores is None else Logprobs(scores.chosen, scores.top))
 
 
 class Prefilled(BaseModel):
-    """Answer of /internal/v1/prefill, handed on by the router; without kv the first token was the last."""
+    """Answer of /internal/v1/prefill, handed on by the router: a first token for each choice, and where the KV is.
+
+    Without kv every first token was the last. `cached_tokens`: of the prompt, found in the prefix cache.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     id: str
     prompt_ids: list[int] = Field(min_length=1)
-    first_token: FirstToken
+    first_tokens: list[FirstToken] = Field(min_length=1)
     seed: int
+    cached_tokens: int = Field(0, ge=0)
     kv: KvReference | None = None
 
 
@@ -91,8 +115,9 @@ class DecodeCall(_Envelope):
     """POST /internal/v1/decode: the client's body and all of prefill's answer."""
 
     prompt_ids: list[int] = Field(min_length=1)
-    first_token: FirstToken
+    first_tokens: list[FirstToken] = Field(min_length=1)
     seed: int
+    cached_tokens: int = Field(0, ge=0)
     kv: KvReference | None = None
 
 

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from glm52_engine.runtime.types import Prefilled as EnginePrefilled
-from glm52_engine.serve.errors import ApiError, bad
+from glm52_engine.serve.errors import ApiError, bad, no_number
 from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import FirstToken, Loaded, Pod, PrefillCall, Prefilled
 from glm52_engine.serve.sender import Sender
@@ -39,6 +39,8 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
             max_model_len=pod.config.model.max_model_len,
             tokenizer=parts.tokenizer,
         )
+        if asked.ignored:
+            log.warning("fields that this server does not know", extra={"request": call.id, "fields": asked.ignored})
         watch.asked(request)
         result = await parts.engine.prefill(request)
         watch.first_token(result.queued_seconds)
@@ -54,12 +56,23 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
 def _hold(
     pod: Pod, parts: Loaded, request_id: str, prompt: tuple[int, ...], seed: int, result: EnginePrefilled
 ) -> Prefilled:
-    """Puts the KV under a lease, or frees it when the first token was the last one."""
-    token = FirstToken(id=result.token.id, finish=result.token.finish)
-    if result.token.finish is not None:
+    """Puts the KV under a lease, or frees it when nobody needs it."""
+    tokens = (result.token, *result.others)
+    readers = sum(token.finish is None for token in tokens)
+    if not readers or any(token.finish == "error" for token in tokens):
         parts.engine.release(request_id)
-        return Prefilled(id=request_id, prompt_ids=list(prompt), first_token=token, seed=seed)
-    parts.holder.grant(request_id, result.blocks, prompt)
+    if any(token.finish == "error" for token in tokens):
+        raise no_number()
+    answer = Prefilled(
+        id=request_id,
+        prompt_ids=list(prompt),
+        first_tokens=[FirstToken.of(token) for token in tokens],
+        seed=seed,
+        cached_tokens=result.cached_tokens,
+    )
+    if not readers:
+        return answer
+    parts.holder.grant(request_id, result.blocks, prompt, readers)
     kv = KvReference(
         address=pod.address,
         agent=parts.agent.name,
@@ -68,7 +81,7 @@ def _hold(
         num_tokens=len(prompt),
         fingerprint=parts.fingerprint,
     )
-    return Prefilled(id=request_id, prompt_ids=list(prompt), first_token=token, seed=seed, kv=kv)
+    return answer.model_copy(update={"kv": kv})
 
 
 def renew_lease(pod: Pod, body: dict[str, Any]) -> LeaseCard:

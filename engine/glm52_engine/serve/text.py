@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from glm52_engine.runtime.types import Request, Sampling, Token
 from glm52_engine.serve.errors import bad
+from glm52_engine.serve.logprobs import Scores
 from glm52_engine.serve.openai import Asked
 from glm52_engine.serve.stops import StopMatcher
 from glm52_engine.tokenizer import TemplateError, Tokenizer
@@ -27,14 +28,18 @@ def prompt_ids(asked: Asked, tokenizer: Tokenizer) -> tuple[int, ...]:
         raise bad(str(error), param="messages") from error
 
 
+def prompt_text(asked: Asked, prompt: tuple[int, ...], tokenizer: Tokenizer) -> str:
+    """What `echo` repeats."""
+    return asked.prompt if isinstance(asked.prompt, str) else tokenizer.decode(prompt, skip_special=False)
+
+
 def output_limit(asked: Asked, prompt_tokens: int, max_model_len: int) -> int:
     """Most tokens of the output; raises ApiError 400 when prompt and output cannot fit."""
-    param = "messages" if asked.endpoint == "chat" else "prompt"
     room = max_model_len - prompt_tokens
     if room < 1:
         raise bad(
             f"this model's context is {max_model_len} tokens and the output needs one; the prompt has {prompt_tokens}",
-            param=param,
+            param=asked.prompt_field,
             code="context_length_exceeded",
         )
     if asked.max_tokens is None:
@@ -56,42 +61,72 @@ def new_seed() -> int:
 def engine_request(
     asked: Asked, request_id: str, prompt: tuple[int, ...], *, seed: int, max_model_len: int, tokenizer: Tokenizer
 ) -> Request:
-    ends = frozenset() if asked.ignore_eos else tokenizer.eos_ids
+    """The whole request, with all of its choices; raises ApiError 400."""
+    limit = output_limit(asked, len(prompt), max_model_len)
+    if asked.min_tokens > limit:
+        raise bad(f"min_tokens: found {asked.min_tokens}, expected at most {limit}, max_tokens", param="min_tokens")
+    strange = next((token for token, _ in asked.logit_bias if token >= tokenizer.vocab_bound), None)
+    if strange is not None:
+        raise bad(f"logit_bias: token id {strange} is not below {tokenizer.vocab_bound}", param="logit_bias")
     sampling = Sampling(
-        max_tokens=output_limit(asked, len(prompt), max_model_len),
+        max_tokens=limit,
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
         seed=seed,
-        stop_token_ids=asked.stop_token_ids | ends,
+        stop_token_ids=asked.stop_token_ids | (frozenset() if asked.ignore_eos else tokenizer.eos_ids),
         ignore_eos=asked.ignore_eos,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logit_bias=asked.logit_bias,
+        min_tokens=asked.min_tokens,
+        logprobs=asked.logprobs,
     )
-    return Request(request_id, prompt, sampling)
+    return Request(request_id, prompt, sampling, asked.priority, asked.cache_salt, asked.n)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token adds to the answer."""
+    """What one token adds to the answer. `offset`: characters of the output's text before this token."""
 
     text: str
     token_id: int
     finish: str | None
+    stop_reason: str | int | None = None
+    scores: Scores | None = None
+    offset: int = 0
 
 
 class TextStream:
-    """Tokens of one request → text, cut at the first stop string. Counts the tokens for usage."""
+    """Tokens of one choice → text, cut at the first stop string. Counts the tokens for usage."""
 
     def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
-        self._detokenizer = tokenizer.detokenizer()
-        self._matcher = StopMatcher(asked.stop)
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special=asked.skip_special)
+        self._matcher = StopMatcher(asked.stop, include=asked.include_stop)
+        self._length = 0
         self.tokens = 0
 
     def push(self, token: Token) -> Piece:
         self.tokens += 1
-        # The token that ended the text by being a stop token is no part of it.
-        text = "" if token.finish == "stop" else self._detokenizer.push(token.id)
-        safe = self._matcher.push(text)
-        if token.finish and not self._matcher.hit:
-            safe += self._matcher.push(self._detokenizer.flush())
+        offset = self._length
+        # The token that ended the text by being a stop token is no part of it unless that was asked for.
+        dropped = token.finish == "stop" and not self._asked.include_stop
+        text = "" if dropped else self._detokenizer.push(token.id)
+        if token.finish:
+            text += self._detokenizer.flush()
+        self._length += len(text)
+        safe = self._matcher.push(text, armed=self.tokens > self._asked.min_tokens)
+        hit = self._matcher.hit
+        if token.finish and hit is None:
             safe += self._matcher.flush()
-        return Piece(safe, token.id, "stop" if self._matcher.hit else token.finish)
+        scores = None if token.logprobs is None else Scores.of(token.id, token.logprobs, self._tokenizer)
+        finish = token.finish if hit is None else "stop"
+        return Piece(safe, token.id, finish, hit or self._stop_token(token), scores, offset)
+
+    def _stop_token(self, token: Token) -> int | None:
+        """The stop token if the client named it; an end of the model's own is no reason, as in vLLM."""
+        return token.id if token.finish == "stop" and token.id in self._asked.stop_token_ids else None

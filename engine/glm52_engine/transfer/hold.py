@@ -54,10 +54,10 @@ class Holder:
     def __len__(self) -> int:
         return len(self.table)
 
-    def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int]) -> Lease:
+    def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], readers: int = 1) -> Lease:
         """Holds the KV, unless it was given up before it was there: a router that goes away tells so on another
         connection than the one on which its call runs."""
-        lease = self.table.grant(request_id, blocks, prompt, self.clock())
+        lease = self.table.grant(request_id, blocks, prompt, self.clock(), readers)
         if self.table.is_refused(request_id):
             self.give_up(request_id)
         return lease
@@ -88,10 +88,11 @@ class Holder:
             return
         self.counters.bytes_out += size
         self.counters.handed_over += 1
-        if self.table.end(request_id) is None:
+        lease = self.table.read(request_id)
+        if lease is None:
             log.warning("KV was read after its lease", extra={"request": request_id})
-            return
-        self._free(request_id)
+        elif not lease.readers:
+            self._free(request_id)
 
     async def expire_forever(self) -> None:
         while True:

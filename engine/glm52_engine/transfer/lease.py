@@ -25,6 +25,8 @@ class Lease:
     num_tokens: int
     digest: str
     ends_at: float
+    readers: int = 1
+    """How often the KV will be read: once for each choice that goes on from this prompt."""
 
 
 class LeaseTable:
@@ -36,8 +38,8 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], now: float) -> Lease:
-        lease = Lease(request_id, blocks, len(prompt), prompt_digest(prompt), now + self.seconds)
+    def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], now: float, readers: int = 1) -> Lease:
+        lease = Lease(request_id, blocks, len(prompt), prompt_digest(prompt), now + self.seconds, readers)
         self._leases[request_id] = lease
         return lease
 
@@ -47,6 +49,18 @@ class LeaseTable:
         if lease is None or now >= lease.ends_at:
             return None
         self._leases[request_id] = lease = replace(lease, ends_at=now + self.seconds)
+        return lease
+
+    def read(self, request_id: str) -> Lease | None:
+        """One reader has all bytes; the lease is over with the last one, whose `readers` is 0."""
+        lease = self._leases.get(request_id)
+        if lease is None:
+            return None
+        lease = replace(lease, readers=lease.readers - 1)
+        if lease.readers:
+            self._leases[request_id] = lease
+        else:
+            del self._leases[request_id]
         return lease
 
     def end(self, request_id: str) -> Lease | None:

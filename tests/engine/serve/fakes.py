@@ -9,7 +9,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from glm52_engine.runtime.types import Blocks, KvPool, Prefilled, Request, RequestError, Stats, Token
+from glm52_engine.runtime.types import (
+    Blocks,
+    FinishReason,
+    KvPool,
+    Logprobs,
+    Prefilled,
+    Request,
+    RequestError,
+    Stats,
+    Token,
+)
 
 BLOCK_SIZE = 4
 TOKEN_BYTES = 64
@@ -58,6 +68,10 @@ class FakeEngine:
     model: str = "m"
     ends_after: int | None = None
     """Output index of an end-of-sequence token."""
+    no_number_at: int | None = None
+    """Output index at which the logits are none."""
+    cached: int = 0
+    """Tokens of every prompt that a prefix cache had."""
     stuck: float = 0.0
     broken: BaseException | None = None
     stopped: bool = False
@@ -85,7 +99,10 @@ class FakeEngine:
             raise
         self.pool.write(blocks.ids, request.prompt)
         self.computed += len(request.prompt)
-        return Prefilled(self._token(request, blocks, 0), blocks, len(request.prompt))
+        first, *others = (self._token(request, blocks, 0, choice) for choice in range(request.choices))
+        return Prefilled(
+            first, blocks, len(request.prompt) - self.cached, cached_tokens=self.cached, others=tuple(others)
+        )
 
     async def reserve(self, request: Request) -> Blocks:
         return await self._take(request, len(request.prompt) + request.sampling.max_tokens)
@@ -150,18 +167,28 @@ class FakeEngine:
         self._held[request.id] = ids
         return Blocks(0, ids)
 
-    def _token(self, request: Request, blocks: Blocks, index: int) -> Token:
-        """A letter that depends on every byte of the prompt's KV and on the index."""
+    def _token(self, request: Request, blocks: Blocks, index: int, choice: int = 0) -> Token:
+        """A letter that depends on every byte of the prompt's KV, on the choice and on the index."""
         kv = self.pool.read(blocks.ids, len(request.prompt))
-        letter = LETTERS[zlib.crc32(kv + index.to_bytes(4, "little")) % len(LETTERS)]
         sampling = request.sampling
+        letter = letter_of(kv, index, sampling.choice + choice)
+        if self.no_number_at == index:
+            return Token(letter, index, "error")
         if self.ends_after == index and not sampling.ignore_eos and sampling.stop_token_ids:
             return Token(min(sampling.stop_token_ids), index, "stop")
-        return Token(letter, index, "length" if index + 1 == sampling.max_tokens else None)
+        finish: FinishReason | None = "length" if index + 1 == sampling.max_tokens else None
+        if sampling.logprobs is None:
+            return Token(letter, index, finish)
+        # The chosen one is the second best, so that it is not always among the best.
+        best = [(LETTERS[0] if letter != LETTERS[0] else LETTERS[1], -0.25), (letter, -1.5), (0xF0, -9999.0)]
+        return Token(letter, index, finish, Logprobs(-1.5, tuple(best[: sampling.logprobs])))
 
 
-def expected_text(prompt: Sequence[int], count: int) -> str:
+def letter_of(kv: bytes, index: int, choice: int) -> int:
+    return LETTERS[(zlib.crc32(kv + index.to_bytes(4, "little")) + choice) % len(LETTERS)]
+
+
+def expected_text(prompt: Sequence[int], count: int, choice: int = 0) -> str:
     """What a FakeEngine answers to a prompt when every byte of KV arrives."""
     kv = b"".join((token + 1).to_bytes(4, "little") * (TOKEN_BYTES // 4) for token in prompt)
-    codes = [LETTERS[zlib.crc32(kv + index.to_bytes(4, "little")) % len(LETTERS)] for index in range(count)]
-    return "".join(map(chr, codes))
+    return "".join(chr(letter_of(kv, index, choice)) for index in range(count))

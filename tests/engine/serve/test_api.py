@@ -80,7 +80,12 @@ async def test_a_stream_says_the_same_chunk_by_chunk(made: Deployment) -> None:
     *chunks, last, done = events(answer.raw)
     assert done == b"[DONE]"
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 23, "completion_tokens": 12, "total_tokens": 35}
+    assert last["usage"] == {
+        "prompt_tokens": 23,
+        "completion_tokens": 12,
+        "total_tokens": 35,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert all(chunk["usage"] is None for chunk in chunks)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected_text(PROMPT, 12)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 11 + ["length"]
@@ -121,7 +126,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_frees_the_seat(ma
         pytest.param("completions", body(prompt=[97] * 128), 400, "prompt", id="prompt fills the context"),
         pytest.param("completions", body(max_tokens=10**6), 400, "max_tokens", id="more output than context"),
         pytest.param("completions", body(prompt=[10**6]), 400, "prompt", id="no such token"),
-        pytest.param("completions", body(logprobs=3), 400, "logprobs", id="unsupported"),
+        pytest.param("completions", body(suffix="x"), 400, "suffix", id="unsupported"),
         pytest.param("chat/completions", {"model": MODEL}, 400, "messages", id="no messages"),
         pytest.param("nothing", {}, 404, None, id="no such endpoint"),
         pytest.param("models", {}, 405, None, id="wrong method"),

@@ -211,7 +211,7 @@ async def test_kv_that_is_given_up_before_it_is_there_is_not_held(made: Deployme
         pytest.param({"body": body(model="other")}, 404, id="unknown model"),
         pytest.param({"body": body(temperature=9)}, 400, id="a field"),
         pytest.param({"body": body(max_tokens=10**6)}, 400, id="too many tokens"),
-        pytest.param({"first_token": {"id": 10**9}}, 400, id="no such token"),
+        pytest.param({"prompt_ids": [10**9]}, 400, id="no such token"),
     ],
 )
 async def test_a_refusal_by_decode_frees_the_kv_at_prefill(

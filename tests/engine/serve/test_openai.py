@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from glm52_engine.serve.errors import ApiError
 from glm52_engine.serve.fields import parse_object
@@ -49,18 +52,47 @@ def test_half_a_surrogate_pair_is_replaced_everywhere() -> None:
     assert parse_object(rb'{"a\ud800": ["x\udfff y", "\ud83d\ude00"]}') == {"a\ufffd": ["x\ufffd y", "😀"]}
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed"])
+EVERY_FIELD = [
+    "best_of",
+    "cache_salt",
+    "chat_template_kwargs",
+    "echo",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "response_format",
+    "return_token_ids",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+    "user",
+]
+
+
+@pytest.mark.parametrize("field", EVERY_FIELD)
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_null_means_absent(endpoint: Endpoint, field: str) -> None:
     make = chat if endpoint == "chat" else completion
     assert read_request(endpoint, make(**{field: None}), MODEL) == read_request(endpoint, make(), MODEL)
-
-
-@pytest.mark.parametrize(
-    "field", ["stream", "stream_options", "logprobs", "tools", "tool_choice", "logit_bias", "user", "response_format"]
-)
-def test_null_means_absent_for_the_rest_too(field: str) -> None:
-    assert read_request("chat", chat(**{field: None}), MODEL) == read_request("chat", chat(), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +111,30 @@ def test_null_means_absent_for_the_rest_too(field: str) -> None:
         *(({"stream_options": value, "stream": True}, "stream_options") for value in ([], {"x": 1})),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
-        *(({"n": value}, "n") for value in (0, 2, "1", True)),
+        *(({"n": value}, "n") for value in (0, 129, "1", True)),
+        *(({"min_tokens": value}, "min_tokens") for value in (-1, 1.5, "1")),
+        *(({"min_p": value}, "min_p") for value in (-0.1, 1.1, "0")),
+        *(({name: value}, name) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, "1")),
+        *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, 101, "1")),
+        *(({"logit_bias": value}, "logit_bias") for value in ([], {"x": 1}, {"-1": 1}, {"1.5": 1}, {"": 1})),
+        *(({"logit_bias": {"5": value}}, "logit_bias") for value in (101, -101, "1", None, True)),
+        *(({"logprobs": value}, "logprobs") for value in (1, "true")),
+        *(({"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (21, -1, "3")),
+        *(({"skip_special_tokens": value}, "skip_special_tokens") for value in (0, "false")),
+        *(({"include_stop_str_in_output": value}, "include_stop_str_in_output") for value in (1, "x")),
+        *(({"priority": value}, "priority") for value in (1.5, "high")),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
-        ({"prompt": "x"}, "prompt"),
-        ({"tempature": 1}, "tempature"),
         ({"model": None}, "model"),
         ({"model": ""}, "model"),
         ({"model": 3}, "model"),
@@ -99,6 +144,82 @@ def test_a_wrong_field_is_a_400_that_names_it(more: dict[str, Any], param: str) 
     error = refusal("chat", chat(**more))
     assert (error.status, error.param) == (400, param)
     assert param in error.message
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        *(({"logprobs": value}, "logprobs") for value in (True, -1, 21, "3")),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": "yes"}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+    ],
+)
+def test_a_wrong_field_of_a_completion(more: dict[str, Any], param: str) -> None:
+    error = refusal("completions", completion(**more))
+    assert (error.status, error.param) == (400, param)
+    assert param in error.message
+
+
+def test_fields_that_nobody_knows_are_ignored_and_told() -> None:
+    asked = read_request("chat", chat(tempature=1, prompt="x", temperature=0.5), MODEL)
+    assert asked.ignored == ("prompt", "tempature")
+    assert asked.temperature == 0.5
+
+
+def test_every_sampling_field_is_read() -> None:
+    sent = {
+        "n": 3,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.1,
+        "seed": -1,
+        "ignore_eos": True,
+        "priority": -5,
+        "cache_salt": "me",
+    }
+    asked = read_request("chat", chat(**sent), MODEL)
+    assert {name: getattr(asked, name) for name in sent} == sent
+    assert read_request("chat", chat(top_k=-1), MODEL).top_k == 0
+    assert read_request("chat", chat(logit_bias={"7": -100, "12": 1.5}), MODEL).logit_bias == ((7, -100.0), (12, 1.5))
+    assert read_request("chat", chat(logprobs=True), MODEL).logprobs == 0
+    assert read_request("chat", chat(logprobs=True, top_logprobs=20), MODEL).logprobs == 20
+    assert read_request("chat", chat(logprobs=False), MODEL).logprobs is None
+    assert read_request("completions", completion(logprobs=0), MODEL).logprobs == 0
+    assert read_request("completions", completion(n=2, best_of=2, echo=True), MODEL).echo
+    stream = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert read_request("chat", stream, MODEL).usage_in_chunks
+    alone = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert not read_request("chat", alone, MODEL).usage_in_chunks, "without usage there is nothing to repeat"
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(
+    st.sampled_from(["chat", "completions"]),
+    st.dictionaries(st.sampled_from([*EVERY_FIELD, "messages", "prompt", "new"]), JSON_VALUES, max_size=4),
+)
+def test_no_body_does_anything_but_read_or_refuse(endpoint: Endpoint, more: dict[str, Any]) -> None:
+    whole = {**(chat() if endpoint == "chat" else completion()), **more}
+    with contextlib.suppress(ApiError):
+        read_request(endpoint, whole, MODEL)
+        return
+    error = refusal(endpoint, whole)
+    assert error.status == 400
+    assert error.param
+    assert error.param in error.message
 
 
 def test_another_model_is_a_404() -> None:

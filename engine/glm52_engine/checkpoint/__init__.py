@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glm52_engine.checkpoint.config import ModelSpec, read_model_spec
-    from glm52_engine.checkpoint.loader import Weights, load_weights, weight_bytes
+    from glm52_engine.checkpoint.fp8 import Fp8Weight
+    from glm52_engine.checkpoint.loader import Weights, load_weights
     from glm52_engine.checkpoint.make import make_checkpoint
+    from glm52_engine.checkpoint.tensors import weight_bytes
 
-__all__ = ["ModelSpec", "Weights", "load_weights", "make_checkpoint", "read_model_spec", "weight_bytes"]
+__all__ = ["Fp8Weight", "ModelSpec", "Weights", "load_weights", "make_checkpoint", "read_model_spec", "weight_bytes"]
 
 _HOMES = {
     "ModelSpec": "config",
     "read_model_spec": "config",
+    "Fp8Weight": "fp8",
     "Weights": "loader",
     "load_weights": "loader",
-    "weight_bytes": "loader",
+    "weight_bytes": "tensors",
     "make_checkpoint": "make",
 }
 

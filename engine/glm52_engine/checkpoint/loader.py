@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.checkpoint.fp8 import Fp8Weight, dequantize_into
-from glm52_engine.checkpoint.quantization import FP8_BLOCK
+from glm52_engine.checkpoint.quantization import FP8_BLOCK, Fp8
 from glm52_engine.checkpoint.reader import TORCH_DTYPES, CheckpointFiles, Stored
-from glm52_engine.checkpoint.tensors import TensorSpec, expected_tensors, expert_of, is_scale, scale_name
+from glm52_engine.checkpoint.tensors import TensorSpec, expert_of, is_scale, owned, scale_name
 from glm52_engine.checkpoint.verify import verify
 from glm52_engine.config import ConfigError
-
-Fp8 = Literal["dequantize", "keep"]
-"""What becomes of FP8 weights: values in the model's dtype, or the stored pair of weight and scales."""
 
 Progress = Callable[[int, int], None]
 """Bytes read so far and in all."""
@@ -60,31 +56,11 @@ def load_weights(
     """
     with CheckpointFiles(checkpoint) as files:
         expected = verify(checkpoint, spec, files.tensors)
-        wanted = {name: files.tensors[name] for name in _selected(expected, experts)}
+        wanted = {name: files.tensors[name] for name in owned(expected, experts)}
         loader = _Loader(wanted, torch.device(device), getattr(torch, spec.dtype), fp8, on_progress)
         loader.run()
         fingerprint = _fingerprint(checkpoint, expected, files.tensors)
     return Weights(loader.tensors, loader.fp8, fingerprint)
-
-
-def weight_bytes(spec: ModelSpec, *, fp8: Fp8 = "dequantize", experts: range | None = None) -> int:
-    """Bytes of what `load_weights` returns with the same arguments."""
-    expected = expected_tensors(spec)
-    total = 0
-    for name in _selected(expected, experts):
-        tensor = expected[name]
-        if fp8 == "keep" or spec.quantization is None:
-            total += tensor.nbytes
-        elif not is_scale(name):
-            as_dtype = tensor.dtype == "F8_E4M3"
-            total += tensor.nbytes * (getattr(torch, spec.dtype).itemsize if as_dtype else 1)
-    return total
-
-
-def _selected(expected: Mapping[str, TensorSpec], experts: range | None) -> Iterable[str]:
-    if experts is None:
-        return expected
-    return [name for name in expected if (expert := expert_of(name)) is None or expert in experts]
 
 
 @dataclass(slots=True)

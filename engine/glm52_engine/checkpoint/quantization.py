@@ -8,6 +8,9 @@ from glm52_engine.checkpoint.fields import Fields
 
 Quantization = Literal["fp8"]
 
+Fp8 = Literal["dequantize", "keep"]
+"""What becomes of FP8 weights: values in the model's dtype, or the stored pair of weight and scales."""
+
 FP8_BLOCK = 128
 """Rows and columns of the blocks that share a scale."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from glm52_engine.checkpoint.config import ModelSpec
-from glm52_engine.checkpoint.quantization import FP8_BLOCK, FP8_LINEARS
+from glm52_engine.checkpoint.quantization import FP8_BLOCK, FP8_LINEARS, Fp8
 
 _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1}
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -68,6 +68,25 @@ def expected_tensors(spec: ModelSpec) -> dict[str, TensorSpec]:
         for part in (_attention(spec, full=full), _mlp(spec, moe=spec.is_moe(layer))):
             shapes.update((prefix + name, shape) for name, shape in part)
     return {tensor.name: tensor for name, shape in shapes.items() for tensor in _stored(spec, name, shape)}
+
+
+def owned(expected: Mapping[str, TensorSpec], experts: range | None) -> list[str]:
+    """Names without the routed experts outside `experts`; None: all."""
+    return [name for name in expected if experts is None or (expert := expert_of(name)) is None or expert in experts]
+
+
+def weight_bytes(spec: ModelSpec, *, fp8: Fp8 = "dequantize", experts: range | None = None) -> int:
+    """Bytes of what `load_weights` returns with the same arguments."""
+    expected = expected_tensors(spec)
+    wide = fp8 == "dequantize"
+    total = 0
+    for name in owned(expected, experts):
+        tensor = expected[name]
+        if wide and tensor.dtype == "F8_E4M3":
+            total += tensor.nbytes * _BYTES[_DTYPES[spec.dtype]]
+        elif not (wide and is_scale(name)):
+            total += tensor.nbytes
+    return total
 
 
 def mtp_names(spec: ModelSpec) -> tuple[set[str], set[str]]:

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm52_engine.checkpoint.config import read_model_spec
-from glm52_engine.checkpoint.loader import Weights, load_weights, weight_bytes
+from glm52_engine.checkpoint.loader import Weights, load_weights
 from glm52_engine.checkpoint.reader import TensorFile
-from glm52_engine.checkpoint.tensors import expert_of, mtp_names
+from glm52_engine.checkpoint.tensors import expert_of, mtp_names, weight_bytes
 from glm52_engine.config import ConfigError
 from tests.engine.checkpoint.configs import GLM_5_2, random_config
 from tests.engine.checkpoint.support import Tensors, lay_out, pack, random_tensors, spec_of, write

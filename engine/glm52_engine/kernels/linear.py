@@ -1,0 +1,80 @@
+"""Products of a few rows with a large matrix: decode reads every weight once, so bytes in flight are all that counts.
+
+The weights are the left operand (`out^T = W x^T`), so that the matrix units work on 64 or more of their rows while
+the few tokens fill the narrow side; splitting K gives every multiprocessor a share of a matrix with few rows. Splits
+are summed by whoever reads the result (`rows.py`): in a fixed order, so that a step is deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 128
+"""Rows and columns that share one scale in an FP8 block checkpoint."""
+
+
+@triton.jit
+def _linear(
+    x, w, scale, out, rows, n_total, k_total, x_stride, out_split, out_row, splits,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    k = tl.arange(0, BK)
+    per = tl.cdiv(k_total, splits * BK) * BK
+    first = split * per
+    n_in, m_in = n < n_total, m < rows
+    w_at = w + n.to(tl.int64)[:, None] * k_total + k[None, :]
+    x_at = x + m[None, :] * x_stride + k[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for start in range(first, min(first + per, k_total), BK):
+        k_in = start + k < k_total
+        weight = tl.load(w_at + start, n_in[:, None] & k_in[None, :], other=0.0)
+        token = tl.load(x_at + start, m_in[None, :] & k_in[:, None], other=0.0)
+        if FP8:
+            by = tl.load(scale + (n // 128) * tl.cdiv(k_total, 128) + start // 128, n_in, other=0.0)
+            acc += tl.dot(weight.to(token.dtype), token) * by[:, None]
+        else:
+            acc = tl.dot(weight, token, acc)
+    at = out + split.to(tl.int64) * out_split + m[None, :] * out_row + n[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), n_in[:, None] & m_in[None, :])
+
+
+def splits_for(n: int, *, block_n: int = 64, processors: int = 132) -> int:
+    """How often to split K so that every multiprocessor has work: measured best at one to two programs each."""
+    splits = 1
+    while -(-n // block_n) * splits < processors and splits < 8:
+        splits *= 2
+    return splits
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    block_n: int = 64,
+    block_k: int | None = None,
+    stages: int = 4,
+    warps: int = 4,
+) -> None:
+    """out[s] = split s of x @ weight.T.
+
+    x [T, K] (rows may be strided), weight [N, K] contiguous (float8_e4m3fn with `scale` float32 [N/128, K/128], or
+    x's dtype), out [S, T, N] contiguous: the sum over S is the product. S = 1 may have x's dtype, more want float32.
+    """
+    splits, rows, n = out.shape
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    if block_k is None:
+        # Measured on an H200; the scales of FP8 blocks want whole blocks.
+        block_k = 64 if scale is None and (rows > 16 or x.shape[1] <= 2048) else 128
+    grid = (triton.cdiv(n, block_n), splits, triton.cdiv(rows, block_m))
+    _linear[grid](
+        x, weight, scale, out, rows, n, x.shape[1], x.stride(0), out.stride(0), out.stride(1), splits,
+        BM=block_m, BN=block_n, BK=block_k, FP8=scale is not None,
+        num_stages=stages, num_warps=warps,
+    )  # fmt: skip

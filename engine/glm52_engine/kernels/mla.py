@@ -1,0 +1,282 @@
+"""Latent attention over selected rows of the paged cache: query into the latent space, split attention, back out."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from glm52_engine.kernels.rows import _rotated
+
+
+@triton.jit
+def _absorb(
+    b, kv_b, cos, sin, query, index_query,
+    rows, b_split, b_row, head_width, nope, latent, index_at,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX: tl.constexpr, ROPE2: tl.constexpr,
+    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    tile = tl.program_id(1)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    m_in = m < rows
+    m64 = m.to(tl.int64)
+    pair = tl.arange(0, ROPE2)
+    row_width = latent + 2 * ROPE2
+    if part < HEADS:
+        c_at = tile * BL + tl.arange(0, BL)
+        k = tl.arange(0, BK)
+        acc = tl.zeros((BL, BM), tl.float32)
+        for start in range(0, nope, BK):
+            k_in = start + k < nope
+            at = kv_b + (part * (nope + V) + start + k).to(tl.int64)[None, :] * latent + c_at[:, None]
+            weight = tl.load(at, k_in[None, :] & (c_at < latent)[:, None], other=0.0)
+            q = tl.zeros((BK, BM), tl.float32)
+            for split in tl.static_range(SPLITS):
+                at = b + split * b_split + m64[None, :] * b_row + part * head_width + start + k[:, None]
+                q += tl.load(at, m_in[None, :] & k_in[:, None], other=0.0).to(tl.float32)
+            acc = tl.dot(weight, q.to(weight.dtype), acc)
+        for copy in tl.static_range(COPIES):
+            q_into = query + ((m64[None, :] * COPIES + copy) * HEADS + part) * row_width + c_at[:, None]
+            tl.store(q_into, acc.to(query.dtype.element_ty), m_in[None, :] & (c_at < latent)[:, None])
+    if tile == 0:
+        mask = m_in[:, None] & (pair < ROPE2)[None, :]
+        c = tl.load(cos + m64[:, None] * ROPE2 + pair[None, :], mask, other=0.0)
+        s = tl.load(sin + m64[:, None] * ROPE2 + pair[None, :], mask, other=0.0)
+        even = tl.zeros((BM, ROPE2), tl.float32)
+        odd = tl.zeros((BM, ROPE2), tl.float32)
+        at = b + m64[:, None] * b_row + 2 * pair[None, :]
+        if part < HEADS:
+            at += part * head_width + nope
+        else:
+            at += index_at + (part - HEADS) * INDEX
+        for split in tl.static_range(SPLITS):
+            even += tl.load(at + split * b_split, mask, other=0.0).to(tl.float32)
+            odd += tl.load(at + split * b_split + 1, mask, other=0.0).to(tl.float32)
+        even, odd = _rotated(even, odd, c, s)
+        if part < HEADS:
+            for copy in tl.static_range(COPIES):
+                end = query + ((m64[:, None] * COPIES + copy) * HEADS + part) * row_width + latent + 2 * pair[None, :]
+                tl.store(end, even.to(query.dtype.element_ty), mask)
+                tl.store(end + 1, odd.to(query.dtype.element_ty), mask)
+        else:
+            dtype = index_query.dtype.element_ty
+            into = index_query + (m64[:, None] * INDEX_HEADS + part - HEADS) * INDEX
+            tl.store(into + 2 * pair[None, :], even.to(dtype), mask)
+            tl.store(into + 2 * pair[None, :] + 1, odd.to(dtype), mask)
+            d = tl.arange(0, INDEX)
+            plain = m_in[:, None] & (d >= 2 * ROPE2)[None, :]
+            x = tl.zeros((BM, INDEX), tl.float32)
+            x_at = b + m64[:, None] * b_row + index_at + (part - HEADS) * INDEX + d[None, :]
+            for split in tl.static_range(SPLITS):
+                x += tl.load(x_at + split * b_split, plain, other=0.0).to(tl.float32)
+            tl.store(into + d[None, :], x.to(dtype), plain)
+
+
+def absorb(
+    b: torch.Tensor, kv_b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor,
+    index_query: torch.Tensor | None, *, nope: int, value: int, copies: int = 1,
+) -> None:  # fmt: skip
+    """Rotated queries in the latent space, and rotated index queries of a full layer.
+
+    Every query is written `copies` times, for an attention that works on copies: query [T × copies, H, latent + rope].
+    b [S, T, H × (nope + rope) (+ index_heads × index_dim)] split products; kv_b [H × (nope + value), latent];
+    index_query [T, index_heads, index_dim]. In index heads the FIRST elements rotate.
+    """
+    splits, rows, _ = b.shape
+    _, heads, width = query.shape
+    rope = 2 * cos.shape[1]
+    latent = width - rope
+    index_heads, index_dim = (0, 16) if index_query is None else (index_query.shape[1], index_query.shape[2])
+    block_m = 16  # more would leave most multiprocessors idle: the weights come again from the L2 cache
+    block_l = min(128, latent)
+    grid = (heads + index_heads, triton.cdiv(latent, block_l), triton.cdiv(rows, block_m))
+    _absorb[grid](
+        b, kv_b, cos, sin, query, query if index_query is None else index_query,
+        rows, b.stride(0), b.stride(1), nope + rope, nope, latent, heads * (nope + rope),
+        SPLITS=splits, HEADS=heads, INDEX_HEADS=max(1, index_heads), INDEX=index_dim, ROPE2=rope // 2, V=value,
+        COPIES=copies, BM=block_m, BL=block_l, BK=min(64, triton.next_power_of_2(nope)), num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    query, pool, selected, lengths, out, peak, total,
+    latent, scale, per_split, selected_row,
+    HEADS: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.arange(0, BH)
+    h_in = head < HEADS
+    d = tl.arange(0, LATENT)
+    r = tl.arange(0, ROPE)
+    j = tl.arange(0, BK)
+    width: tl.constexpr = LATENT + ROPE
+    q_at = query + (row * HEADS + head)[:, None] * width
+    q = tl.load(q_at + d[None, :], h_in[:, None], other=0.0)
+    q_rope = tl.load(q_at + LATENT + r[None, :], h_in[:, None], other=0.0)
+    count = tl.minimum(tl.load(lengths + row), K)
+    first = split * per_split
+    last = tl.minimum(first + per_split, count)
+    best = tl.full((BH,), float("-inf"), tl.float32)
+    norm = tl.zeros((BH,), tl.float32)
+    acc = tl.zeros((BH, LATENT), tl.float32)
+    for start in tl.range(first, last, BK, num_stages=STAGES):
+        there = start + j < last
+        slot = tl.load(selected + row * selected_row + start + j, there, other=-1)
+        there = there & (slot >= 0)
+        at = pool + slot.to(tl.int64)[:, None] * width
+        kv = tl.load(at + d[None, :], there[:, None], other=0.0)
+        k_rope = tl.load(at + LATENT + r[None, :], there[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(kv))
+        s = tl.dot(q_rope, tl.trans(k_rope), s) * scale
+        s = tl.where(there[None, :], s, float("-inf"))
+        new = tl.maximum(best, tl.max(s, 1))
+        new_safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - new_safe[:, None])
+        by = tl.exp2(best - new_safe)
+        norm = norm * by + tl.sum(p, 1)
+        acc = tl.dot(p.to(kv.dtype), kv, acc * by[:, None])
+        best = new
+    if SPLITS == 1:
+        acc = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
+        at = out + (row * HEADS + head)[:, None] * LATENT + d[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), h_in[:, None])
+    else:
+        base = row * SPLITS + split
+        at = out + (base * HEADS + head)[:, None] * LATENT + d[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), h_in[:, None])
+        tl.store(peak + base * HEADS + head, best, h_in)
+        tl.store(total + base * HEADS + head, norm, h_in)
+
+
+try:
+    from flash_mla import flash_mla_sparse_fwd
+except ImportError:
+    flash_mla_sparse_fwd = None
+
+
+def flash_usable(heads: int, latent: int, rope: int, device: torch.device) -> bool:
+    """Whether FlashMLA is installed and made for this shape and card (Hopper)."""
+    if flash_mla_sparse_fwd is None or device.type != "cuda" or (heads % 64, latent, rope) != (0, 512, 64):
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def attend_flash(
+    query: torch.Tensor, pool: torch.Tensor, selected: torch.Tensor, out: torch.Tensor, parts: int, *, scale: float
+) -> None:  # fmt: skip
+    """`attend` by the FlashMLA package: query [T × S, H, latent + rope], each query S times, one for each part of K.
+
+    A part is one query with K / S rows to look at: that fills the multiprocessors when there are few queries.
+    """
+    rows, heads, latent = out.shape
+    indices = selected.view(rows * parts, 1, selected.shape[1] // parts)
+    partial, _, lse = flash_mla_sparse_fwd(query, pool.unsqueeze(1), indices, scale, latent, use_legacy=True)
+    if parts == 1:
+        out.copy_(partial)
+    else:
+        _merge_lse[(rows, heads)](partial, lse, out, HEADS=heads, SPLITS=parts, LATENT=latent, num_warps=2)
+
+
+@triton.jit
+def _merge_lse(parts, lse, out, HEADS: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, LATENT)
+    s = tl.arange(0, SPLITS)
+    base = (row * SPLITS + s) * HEADS + head
+    m = tl.load(lse + base)
+    # A part with nothing to look at says +inf or -inf, depending on the kernel.
+    m = tl.where((m == float("inf")) | (m != m), float("-inf"), m)
+    top = tl.max(m, 0)
+    by = tl.where(m == float("-inf"), 0.0, tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)))
+    by = by / tl.sum(by, 0)
+    acc = tl.load(parts + base[:, None] * LATENT + d[None, :], (by > 0.0)[:, None], other=0.0).to(tl.float32)
+    tl.store(out + (row * HEADS + head) * LATENT + d, tl.sum(acc * by[:, None], 0).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _merge(parts, peak, total, out, HEADS: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr, BS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, LATENT)
+    s = tl.arange(0, BS)
+    base = (row * SPLITS + s) * HEADS + head
+    m = tl.load(peak + base, s < SPLITS, other=float("-inf"))
+    n = tl.load(total + base, s < SPLITS, other=0.0)
+    top = tl.max(m, 0)
+    by = tl.where(m == float("-inf"), 0.0, tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)))
+    acc = tl.load(parts + base[:, None] * LATENT + d[None, :], (by > 0.0)[:, None], other=0.0).to(tl.float32)
+    norm = tl.sum(n * by, 0)
+    acc = tl.sum(acc * by[:, None], 0) / tl.where(norm == 0.0, 1.0, norm)
+    tl.store(out + (row * HEADS + head) * LATENT + d, acc.to(out.dtype.element_ty))
+
+
+def attention_splits(rows: int, k: int, *, processors: int = 132, block: int = 64) -> int:
+    """A power of two that gives every multiprocessor about one program, none shorter than two tiles."""
+    splits = 1
+    while rows * splits * 2 <= processors and k // (splits * 2) >= 2 * block:
+        splits *= 2
+    return splits
+
+
+def attend(
+    query: torch.Tensor, pool: torch.Tensor, selected: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor,
+    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, *, scale: float, block: int = 32, warps: int = 8,
+    stages: int = 2,
+) -> None:  # fmt: skip
+    """Attention of each query to its selected rows: out [T, H, latent].
+
+    query [T, H, latent + rope]; pool [rows, latent + rope] the flat cache of this layer; selected int32 [T, K], -1
+    for none, valid ones first; lengths int32 [T]. `work` = (parts float32 [T, S, H, latent], peak, total float32
+    [T, S, H]) when the K rows are split over S programs.
+    """
+    rows, heads, width = query.shape
+    latent, k = out.shape[2], selected.shape[1]
+    splits = 1 if work is None else work[0].shape[1]
+    parts, peak, total = (out, out, out) if work is None else work
+    _attend[(rows, splits)](
+        query, pool, selected, lengths, parts, peak, total,
+        latent, scale * 1.4426950408889634, triton.cdiv(k, splits), selected.stride(0),
+        HEADS=heads, K=k, SPLITS=splits, BH=max(16, triton.next_power_of_2(heads)), BK=block,
+        LATENT=latent, ROPE=width - latent, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(rows, heads)](
+            parts, peak, total, out, HEADS=heads, SPLITS=splits, LATENT=latent, BS=splits, num_warps=2
+        )
+
+
+@triton.jit
+def _expand(
+    attended, kv_b, out, rows, nope, latent,
+    HEADS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    m64 = m.to(tl.int64)
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BV, BM), tl.float32)
+    for start in range(0, latent, BK):
+        at = kv_b + (head * (nope + V) + nope + v).to(tl.int64)[:, None] * latent + start + k[None, :]
+        weight = tl.load(at, (v < V)[:, None], other=0.0)
+        at = attended + (m64[None, :] * HEADS + head) * latent + start + k[:, None]
+        acc = tl.dot(weight, tl.load(at, (m < rows)[None, :], other=0.0), acc)
+    at = out + (m64[None, :] * HEADS + head) * V + v[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), (m < rows)[None, :] & (v < V)[:, None])
+
+
+def expand(attended: torch.Tensor, kv_b: torch.Tensor, out: torch.Tensor, *, nope: int) -> None:
+    """Values back out of the latent space: attended [T, H, latent], kv_b [H × (nope + V), latent] → out [T, H, V]."""
+    rows, heads, latent = attended.shape
+    value = out.shape[2]
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_v = min(64, triton.next_power_of_2(value))
+    _expand[(heads, triton.cdiv(value, block_v), triton.cdiv(rows, block_m))](
+        attended, kv_b, out, rows, nope, latent,
+        HEADS=heads, V=value, BM=block_m, BV=block_v, BK=min(128, latent), num_warps=4, num_stages=3,
+    )  # fmt: skip

@@ -1,0 +1,269 @@
+"""GLM-5.2 on a GPU: fused weights, and a decode step of fixed shape that a CUDA graph can hold.
+
+The arithmetic is that of `model.py`; what differs is how much of it one kernel does. Every buffer exists before the
+first step and nothing is decided on the host, so that a step is one graph replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.kernels import index as index_kernels
+from glm52_engine.kernels import linear as linear_kernels
+from glm52_engine.kernels import mla, moe, rows
+from glm52_engine.model.mla import LATENT_NORM_EPS
+from glm52_engine.model.rope import inverse_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's tensors as the kernels read them: products that share an input are one matrix.
+
+    a [q_lora + latent + rope (+ index_dim + index_heads), hidden]; b [heads × qk_head (+ index_heads × index_dim),
+    q_lora]; up [E + 1, 2 × inner, hidden] and down [E + 1, hidden, inner], the shared expert last (dense: E = 0).
+    """
+
+    input_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    q_norm: torch.Tensor
+    kv_norm: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    kv_b: torch.Tensor
+    o: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate: torch.Tensor | None
+    bias: torch.Tensor | None
+    key_norm: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def layer_weights(spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor]) -> LayerWeights:
+    """Fuse a layer's checkpoint tensors, named without `model.layers.N.`."""
+    attention = "self_attn."
+    a = [tensors[f"{attention}q_a_proj.weight"], tensors[f"{attention}kv_a_proj_with_mqa.weight"]]
+    b = [tensors[f"{attention}q_b_proj.weight"]]
+    key_norm = None
+    if spec.indexer_types[index] == "full":
+        indexer = f"{attention}indexer."
+        a += [tensors[f"{indexer}wk.weight"], tensors[f"{indexer}weights_proj.weight"]]
+        b += [tensors[f"{indexer}wq_b.weight"]]
+        key_norm = tensors[f"{indexer}k_norm.weight"], tensors[f"{indexer}k_norm.bias"]
+    if spec.is_moe(index):
+        names = [f"mlp.experts.{expert}" for expert in range(spec.n_routed_experts)] + ["mlp.shared_experts"]
+    else:
+        names = ["mlp"]
+    up = torch.stack(
+        [torch.cat((tensors[f"{name}.gate_proj.weight"], tensors[f"{name}.up_proj.weight"])) for name in names]
+    )
+    return LayerWeights(
+        input_norm=tensors["input_layernorm.weight"],
+        mlp_norm=tensors["post_attention_layernorm.weight"],
+        q_norm=tensors[f"{attention}q_a_layernorm.weight"],
+        kv_norm=tensors[f"{attention}kv_a_layernorm.weight"],
+        a=torch.cat(a),
+        b=torch.cat(b),
+        kv_b=tensors[f"{attention}kv_b_proj.weight"],
+        o=tensors[f"{attention}o_proj.weight"],
+        up=up,
+        down=torch.stack([tensors[f"{name}.down_proj.weight"] for name in names]),
+        gate=tensors["mlp.gate.weight"] if spec.is_moe(index) else None,
+        bias=tensors["mlp.gate.e_score_correction_bias"].float() if spec.is_moe(index) else None,
+        key_norm=key_norm,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """All of a model's tensors on one device."""
+
+    spec: ModelSpec
+    embed: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+
+
+class DevicePool:
+    """KV of one rank on a GPU: page-first like the host pool, padded so that every layer's rows lie on one grid.
+
+    `mla[layer]` is the flat view [rows, latent + rope] in which token (block, offset) is row
+    block × `block_rows` + offset; `keys[layer]` (full layers) is [blocks, block_size, index_dim].
+    """
+
+    def __init__(self, spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: str) -> None:
+        row = spec.mla_row
+        used = block_size * (spec.num_hidden_layers * row + len(spec.full_layers) * spec.index_head_dim)
+        self.blocks, self.block_size = blocks, block_size
+        self.block_rows = -(-used // row)
+        self.tensor = torch.zeros(blocks, self.block_rows * row, dtype=dtype, device=device)
+        flat = self.tensor.view(-1)
+        self.mla = []
+        for layer in range(spec.num_hidden_layers):
+            start = layer * block_size * row
+            count = blocks * self.block_rows - layer * block_size
+            self.mla.append(flat[start : start + count * row].view(count, row))
+        self.keys = {}
+        start = spec.num_hidden_layers * block_size * row
+        for layer in spec.full_layers:
+            part = self.tensor[:, start : start + block_size * spec.index_head_dim]
+            self.keys[layer] = part.unflatten(1, (block_size, spec.index_head_dim))
+            start += block_size * spec.index_head_dim
+
+
+class DecodeStep:
+    """One decode step for exactly `batch` rows over at most `longest` tokens of context each.
+
+    Inputs, on the device, advanced by the step itself: tokens, positions int64 [T]; lengths int32 [T] (context
+    including the row's token); table int32 [T, blocks]; active int32 [] rows that are real. Output: chosen int32 [T].
+    """
+
+    def __init__(self, weights: DeviceWeights, pool: DevicePool, *, batch: int, longest: int, vocab_bound: int) -> None:
+        spec = weights.spec
+        self._weights, self._pool, self._vocab_bound = weights, pool, vocab_bound
+        device, dtype = weights.embed.device, weights.embed.dtype
+        self.batch = batch
+
+        def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=of, device=device)
+
+        def split(matrix: torch.Tensor) -> torch.Tensor:
+            parts = linear_kernels.splits_for(matrix.shape[-2])
+            return empty(parts, batch, matrix.shape[-2], of=torch.float32)
+
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths = torch.ones(batch, dtype=torch.int32, device=device)
+        self.table = torch.zeros(batch, -(-longest // pool.block_size), dtype=torch.int32, device=device)
+        self.active = torch.full((), batch, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros(batch, dtype=torch.int32, device=device)
+
+        heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
+        self._frequencies = inverse_frequencies(rope, spec.rope_theta).to(device)
+        self._hidden, self._normed = empty(batch, spec.hidden_size), empty(batch, spec.hidden_size)
+        self._cos, self._sin = empty(batch, rope // 2, of=torch.float32), empty(batch, rope // 2, of=torch.float32)
+        self._slots = empty(batch, of=torch.int32)
+        self._q_latent = empty(batch, spec.q_lora_rank)
+        splits = mla.attention_splits(batch, spec.index_topk)
+        self._flash = splits if mla.flash_usable(heads, latent, rope, device) else 0
+        self._query = empty(batch * (self._flash or 1), heads, latent + rope)
+        self._index_query = empty(batch, spec.index_n_heads, spec.index_head_dim)
+        self._head_weights = empty(batch, spec.index_n_heads, of=torch.float32)
+        self._scores = empty(batch, longest, of=torch.float32)
+        self._selected = torch.full((batch, spec.index_topk), -1, dtype=torch.int32, device=device)
+        self._counts = index_kernels.top_k_counts(batch, device)
+        self._work = (
+            (
+                empty(batch, splits, heads, latent, of=torch.float32),
+                empty(batch, splits, heads, of=torch.float32),
+                empty(batch, splits, heads, of=torch.float32),
+            )
+            if splits > 1
+            else None
+        )
+        self._attended = empty(batch, heads, latent)
+        self._values = empty(batch, heads, spec.v_head_dim)
+        self._a = [split(layer.a) for layer in weights.layers]
+        self._b = [split(layer.b) for layer in weights.layers]
+        self._o = split(weights.layers[0].o)
+        self._head = split(weights.head)
+        self._dense = moe.Routed.everything(batch, device)
+        self._routed = moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
+        inner = [layer.down.shape[2] for layer in weights.layers]
+        slots = [self._routed.slots if layer.gate is not None else 1 for layer in weights.layers]
+        self._gated = {n: empty(batch, s, n) for n, s in zip(inner, slots, strict=True)}
+        self._shares = {s: empty(batch, s, spec.hidden_size) for s in slots}
+
+    def run(self) -> None:
+        """Enqueue the step on the current stream."""
+        spec, weights = self._weights.spec, self._weights
+        rows.begin(
+            self.tokens, self.positions, weights.embed, self._hidden, self._cos, self._sin, self.table, self._slots,
+            self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows,
+        )  # fmt: skip
+        if len(spec.full_layers) % 2:
+            self._counts[0].zero_()  # the last full layer of the step before used it and zeroed the other
+        counts = self._counts
+        shares: torch.Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            rows.add_norm(self._hidden, shares, layer.input_norm, self._normed, spec.rms_norm_eps)
+            self._attention(index, layer, counts)
+            if layer.key_norm is not None:
+                counts = counts[1], counts[0]
+            rows.add_norm(self._hidden, self._o, layer.mlp_norm, self._normed, spec.rms_norm_eps)
+            shares = self._mlp(layer)
+        rows.add_norm(self._hidden, shares, weights.norm, self._normed, spec.rms_norm_eps)
+        linear_kernels.linear(self._normed, weights.head, self._head)
+        logits = self._head[0] if self._head.shape[0] == 1 else self._head.sum(0)
+        rows.feed(
+            logits, self.tokens, self.positions, self.lengths, self.chosen, self.active, vocab_bound=self._vocab_bound
+        )
+        self.logits = logits
+
+    def _attention(self, index: int, layer: LayerWeights, counts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        spec, pool = self._weights.spec, self._pool
+        a, b = self._a[index], self._b[index]
+        linear_kernels.linear(self._normed, layer.a, a)
+        keys = None
+        if layer.key_norm is not None:
+            scale = (spec.index_n_heads * spec.index_head_dim) ** -0.5
+            keys = rows.IndexRow(*layer.key_norm, pool.keys[index], self._head_weights, scale)
+        place = rows.Place(self._slots, self._cos, self._sin, pool.mla[index], pool.block_rows)
+        rows.latents(a, self._q_latent, place, rows.Norms(layer.q_norm, layer.kv_norm), keys, eps=LATENT_NORM_EPS)
+        linear_kernels.linear(self._q_latent, layer.b, b)
+        mla.absorb(
+            b, layer.kv_b, self._cos, self._sin, self._query, self._index_query if keys is not None else None,
+            nope=spec.qk_nope_head_dim, value=spec.v_head_dim, copies=self._flash or 1,
+        )  # fmt: skip
+        if keys is not None:
+            index_kernels.scores(
+                self._index_query, self._head_weights, keys.keys, self.table, self.lengths, self._scores,
+                top_k=spec.index_topk,
+            )  # fmt: skip
+            index_kernels.top_k(
+                self._scores, self.lengths, self.table, self._selected, counts,
+                block_size=pool.block_size, block_rows=pool.block_rows,
+            )  # fmt: skip
+        scale = spec.qk_head_dim**-0.5
+        if self._flash:
+            mla.attend_flash(self._query, pool.mla[index], self._selected, self._attended, self._flash, scale=scale)
+        else:
+            mla.attend(
+                self._query, pool.mla[index], self._selected, self.lengths, self._attended, self._work, scale=scale
+            )
+        mla.expand(self._attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
+        linear_kernels.linear(self._values.flatten(1), layer.o, self._o)
+
+    def _mlp(self, layer: LayerWeights) -> torch.Tensor:
+        spec = self._weights.spec
+        routed = self._dense
+        if layer.gate is not None and layer.bias is not None:
+            routed = self._routed
+            moe.route(
+                self._normed, layer.gate, layer.bias, self.active, routed,
+                scaling=spec.routed_scaling_factor, normalise=spec.norm_topk_prob,
+            )  # fmt: skip
+        gated, shares = self._gated[layer.down.shape[2]], self._shares[routed.slots]
+        moe.up(self._normed, layer.up, gated, routed)
+        moe.down(gated, layer.down, shares, routed)
+        return shares.transpose(0, 1)
+
+
+def device_weights(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], device: str) -> DeviceWeights:
+    """Fuse and move a checkpoint's tensors, layer by layer so that at most one layer exists twice."""
+    layers = []
+    for index in range(spec.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        own = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
+        layers.append(layer_weights(spec, index, own))
+    return DeviceWeights(
+        spec=spec,
+        embed=tensors["model.embed_tokens.weight"].to(device),
+        norm=tensors["model.norm.weight"].to(device),
+        head=tensors["lm_head.weight"].to(device),
+        layers=tuple(layers),
+    )

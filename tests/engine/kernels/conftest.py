@@ -1,0 +1,32 @@
+"""Kernels run on the GPU where there is one, and in Triton's interpreter on the CPU where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined: no other test may have imported the kernels before.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def device(gpu: bool) -> str:
+    return "cuda" if gpu else "cpu"
+
+
+@pytest.fixture(scope="session")
+def dtype(gpu: bool) -> torch.dtype:
+    return torch.bfloat16 if gpu else torch.float32
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(52)

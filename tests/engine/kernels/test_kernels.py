@@ -1,0 +1,210 @@
+"""Every kernel against plain PyTorch in float32 (and double): small shapes in the interpreter, the model's on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from glm52_engine.kernels import index, linear, mla, moe, rows
+from glm52_engine.kernels.reference import index_scores, select_top_k
+from glm52_engine.model.rope import Rotation, rotate
+
+BLOCK_SIZE = 16
+
+
+def close(out: torch.Tensor, want: torch.Tensor) -> None:
+    """Relative error of the whole, as bfloat16 operands allow."""
+    assert torch.isfinite(out).all()
+    error = (out.double() - want.double()).norm() / want.double().norm()
+    assert error < (1e-5 if out.device.type == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("count", [1, 8, 40])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_linear(device: str, dtype: torch.dtype, gpu: bool, count: int, splits: int) -> None:
+    n, k = (2784, 6144) if gpu else (72, 96)
+    x = torch.randn(count, k, device=device).to(dtype)
+    w = (torch.randn(n, k, device=device) * k**-0.5).to(dtype)
+    out = torch.full((splits, count, n), torch.nan, device=device)
+    linear.linear(x, w, out, block_k=128 if gpu else 16)
+    close(out.sum(0), x.float() @ w.float().T)
+
+
+def test_linear_with_fp8_blocks(device: str, dtype: torch.dtype, gpu: bool) -> None:
+    n, k = (576, 6144) if gpu else (160, 256)
+    x = torch.randn(8, k, device=device).to(dtype)
+    w = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-n // 128), -(-k // 128), device=device) + 0.5
+    out = torch.full((2, 8, n), torch.nan, device=device)
+    linear.linear(x, w, out, scale=scale)
+    wide = w.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
+    close(out.sum(0), x.float() @ wide.T)
+
+
+def test_add_norm_adds_rounds_and_norms(device: str, dtype: torch.dtype, gpu: bool) -> None:
+    dim = 6144 if gpu else 96
+    hidden = torch.randn(5, dim, device=device).to(dtype)
+    parts = torch.randn(3, 5, dim, device=device)
+    weight = torch.rand(dim, device=device).to(dtype)
+    normed = torch.empty_like(hidden)
+    want = hidden + parts.sum(0).to(dtype)
+    rows.add_norm(hidden, parts, weight, normed, 1e-5)
+    close(hidden, want)
+    close(normed, F.rms_norm(want.float(), (dim,), weight.float(), 1e-5))
+
+
+class Paged:
+    """Random contexts in a shuffled paged cache."""
+
+    def __init__(self, lengths: list[int], width: int, device: str, dtype: torch.dtype) -> None:
+        blocks = sum(-(-n // BLOCK_SIZE) for n in lengths)
+        order = torch.randperm(blocks, device=device, dtype=torch.int32)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.table = torch.zeros(len(lengths), -(-max(lengths) // BLOCK_SIZE), dtype=torch.int32, device=device)
+        for row, n in enumerate(lengths):
+            need = -(-n // BLOCK_SIZE)
+            self.table[row, :need], order = order[:need], order[need:]
+        self.cache = torch.randn(blocks, BLOCK_SIZE, width, device=device).to(dtype)
+
+    def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+        return self.table[row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def context(self, row: int) -> torch.Tensor:
+        every = torch.arange(int(self.lengths[row]), device=self.table.device)
+        return self.cache.flatten(0, 1)[self.slots(row, every).long()]
+
+
+def test_index_scores_of_paged_keys(device: str, dtype: torch.dtype, gpu: bool) -> None:
+    heads, dim, k, lengths = (32, 128, 2048, [4000, 100, 2049]) if gpu else (16, 32, 16, [37, 9, 17])
+    paged = Paged(lengths, dim, device, dtype)
+    query = torch.randn(3, heads, dim, device=device).to(dtype)
+    weights = torch.randn(3, heads, device=device)
+    out = torch.full((3, max(lengths)), torch.nan, device=device)
+    index.scores(query, weights, paged.cache, paged.table, paged.lengths, out, top_k=k, block_l=128 if gpu else 16)
+    for row in (0, 2):
+        want = index_scores(query[row, None, None], weights[row, None, None], paged.context(row)[None])[0, 0]
+        close(out[row, : lengths[row]], want)
+    assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["random", "plateau", "equal", "both zeros"])
+def test_top_k_is_the_reference_s_also_with_ties(device: str, gpu: bool, kind: str) -> None:
+    k, lengths = (2048, [70000, 2049, 2048, 3]) if gpu else (32, [200, 33, 32, 3])
+    paged = Paged(lengths, 1, device, torch.float32)
+    scores = torch.randn(4, max(lengths), device=device)
+    if kind == "plateau":
+        scores = scores.round().relu() - (scores < -1).float()
+    elif kind == "equal":
+        scores.fill_(-2.5)
+    elif kind == "both zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    out = torch.full((4, k), -7, dtype=torch.int32, device=device)
+    counts = index.top_k_counts(4, device)
+    for _ in range(3):
+        index.top_k(
+            scores, paged.lengths, paged.table, out, counts, block_size=BLOCK_SIZE, block_rows=BLOCK_SIZE,
+            block_l=4096 if gpu else 64,
+        )  # fmt: skip
+        counts = counts[1], counts[0]
+    for row, length in enumerate(lengths):
+        if length > k:
+            best = select_top_k(scores[row : row + 1, :length].cpu(), k)[0].to(device)
+        else:
+            best = torch.arange(length, device=device)
+        want = torch.full((k,), -1, dtype=torch.int32, device=device)
+        want[: len(best)] = paged.slots(row, best).int()
+        assert torch.equal(out[row], want), (kind, length)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_over_selected_rows(device: str, dtype: torch.dtype, gpu: bool, splits: int) -> None:
+    heads, latent, rope, k, lengths = (64, 512, 64, 2048, [4000, 5, 1999]) if gpu else (4, 32, 16, 64, [90, 5, 50])
+    paged = Paged(lengths, latent + rope, device, dtype)
+    query = torch.randn(3, heads, latent + rope, device=device).to(dtype)
+    selected = torch.full((3, k), -1, dtype=torch.int32, device=device)
+    out = torch.full((3, heads, latent), torch.nan, device=device, dtype=dtype)
+    work = None
+    if splits > 1:
+        work = (
+            torch.full((3, splits, heads, latent), torch.nan, device=device),
+            torch.full((3, splits, heads), torch.nan, device=device),
+            torch.full((3, splits, heads), torch.nan, device=device),
+        )
+    for row, length in enumerate(lengths):
+        chosen = torch.randperm(length, device=device)[:k].sort().values
+        selected[row, : len(chosen)] = paged.slots(row, chosen).int()
+    scale = (latent + rope) ** -0.5
+    flat = paged.cache.flatten(0, 1)
+    mla.attend(query, flat, selected, paged.lengths, out, work, scale=scale, block=32 if gpu else 16)
+    if mla.flash_mla_sparse_fwd is not None and gpu:
+        flash = torch.full_like(out, torch.nan)
+        copies = query.repeat_interleave(splits, 0)
+        mla.attend_flash(copies, flat, selected, flash, splits, scale=scale)
+        close(flash, out)
+    for row in range(3):
+        kv = flat[selected[row][selected[row] >= 0].long()].float()
+        weights = (query[row].float() @ kv.T * scale).softmax(-1)
+        close(out[row], weights @ kv[:, :latent])
+
+
+def test_queries_into_the_latent_space_and_values_out_of_it(device: str, dtype: torch.dtype, gpu: bool) -> None:
+    heads, nope, rope, latent, value = (64, 192, 64, 512, 256) if gpu else (4, 16, 16, 32, 16)
+    index_heads, index_dim = (32, 128) if gpu else (8, 32)
+    count, splits = 5, 2
+    b = torch.randn(splits, count, heads * (nope + rope) + index_heads * index_dim, device=device)
+    kv_b = (torch.randn(heads * (nope + value), latent, device=device) * 0.1).to(dtype)
+    angle = torch.rand(count, rope // 2, device=device) * 6
+    by = Rotation(angle.cos(), angle.sin())
+    query = torch.full((count, heads, latent + rope), torch.nan, device=device, dtype=dtype)
+    index_query = torch.full((count, index_heads, index_dim), torch.nan, device=device, dtype=dtype)
+    mla.absorb(b, kv_b, by.cos, by.sin, query, index_query, nope=nope, value=value)
+    whole = b.sum(0)
+    q = whole[:, : heads * (nope + rope)].unflatten(1, (heads, nope + rope))
+    expand = kv_b.float().view(heads, nope + value, latent)
+    close(query[..., :latent], torch.einsum("thd,hdl->thl", q[..., :nope], expand[:, :nope]))
+    close(query[..., latent:], rotate(q[..., nope:], by))
+    iq = whole[:, heads * (nope + rope) :].unflatten(1, (index_heads, index_dim))
+    close(index_query, torch.cat((rotate(iq[..., :rope], by), iq[..., rope:]), -1))
+
+    attended = torch.randn(count, heads, latent, device=device).to(dtype)
+    out = torch.full((count, heads, value), torch.nan, device=device, dtype=dtype)
+    mla.expand(attended, kv_b, out, nope=nope)
+    close(out, torch.einsum("thl,hvl->thv", attended.float(), expand[:, nope:]))
+
+
+@pytest.mark.parametrize(("count", "fp8"), [(1, False), (12, False), (40, False), (12, True)])
+def test_experts(device: str, dtype: torch.dtype, gpu: bool, count: int, fp8: bool) -> None:
+    dim, inner, experts, top = (6144, 2048, 32, 8) if gpu else (256, 128, 6, 2)
+    live = max(1, count - 2)
+    x = torch.randn(count, dim, device=device).to(dtype)
+    gate = (torch.randn(experts, dim, device=device) * dim**-0.5).to(dtype)
+    bias = torch.randn(experts, device=device) * 0.2
+    w_up = (torch.randn(experts + 1, 2 * inner, dim, device=device) * dim**-0.5).to(dtype)
+    w_down = (torch.randn(experts + 1, dim, inner, device=device) * inner**-0.5).to(dtype)
+    s_up = s_down = None
+    if fp8:
+        s_up = torch.rand(experts + 1, 2 * inner // 128, dim // 128, device=device) + 0.5
+        s_down = torch.rand(experts + 1, dim // 128, inner // 128, device=device) + 0.5
+        w_up, w_down = w_up.to(torch.float8_e4m3fn), w_down.to(torch.float8_e4m3fn)
+    routed = moe.Routed(count, experts, top, device)
+    active = torch.full((), live, dtype=torch.int32, device=device)
+    moe.route(x, gate, bias, active, routed, scaling=2.5, normalise=True)
+    gated = torch.full((count, top + 1, inner), torch.nan, device=device, dtype=dtype)
+    out = torch.full((count, top + 1, dim), torch.nan, device=device, dtype=dtype)
+    moe.up(x, w_up, gated, routed, scale=s_up)
+    moe.down(gated, w_down, out, routed, scale=s_down)
+
+    score = (x.float() @ gate.float().T).sigmoid()[:live]
+    best = (score + bias).topk(top).indices
+    weight = score.gather(1, best)
+    weight = weight / weight.sum(1, keepdim=True) * 2.5
+    wide = lambda w, s: w.float() if s is None else w.float() * s.repeat_interleave(128, 1).repeat_interleave(128, 2)  # noqa: E731
+    up_w, down_w = wide(w_up, s_up), wide(w_down, s_down)
+    want = torch.zeros(live, dim, device=device)
+    for row in range(live):
+        for expert, by in [*zip(best[row].tolist(), weight[row].tolist(), strict=True), (experts, 1.0)]:
+            both = up_w[expert] @ x[row].float()
+            want[row] += by * (down_w[expert] @ (F.silu(both[:inner]) * both[inner:]))
+    close(out[:live].float().sum(1), want)
+    assert out[live:].isnan().all(), "padding rows reach no expert"

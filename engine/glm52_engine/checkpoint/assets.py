@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+_BYTES = 256
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -92,9 +95,19 @@ def _byte_alphabet() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def tokenizer_json() -> dict[str, Any]:
-    """A `tokenizer.json` whose vocabulary is the 256 bytes (id = byte) and the special tokens behind them."""
+def special_token_id(token: str, merges: int) -> int:
+    """Bytes, then what merges make, then the special tokens; `merges`: how many there are."""
+    return _BYTES + merges + SPECIAL_TOKENS.index(token)
+
+
+def tokenizer_json(merges: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """A `tokenizer.json`: the 256 bytes (id = byte), one token per merge, and the special tokens behind them.
+
+    merges: pairs in the byte alphabet, in the order in which they apply.
+    """
     alphabet = _byte_alphabet()
+    vocabulary = {alphabet[byte]: byte for byte in range(_BYTES)}
+    vocabulary |= {left + right: _BYTES + place for place, (left, right) in enumerate(merges)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
@@ -102,7 +115,7 @@ def tokenizer_json() -> dict[str, Any]:
         "padding": None,
         "added_tokens": [
             {
-                "id": 256 + offset,
+                "id": special_token_id(token, len(merges)),
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
@@ -110,7 +123,7 @@ def tokenizer_json() -> dict[str, Any]:
                 "normalized": False,
                 "special": token not in _KEPT_IN_TEXT,
             }
-            for offset, token in enumerate(SPECIAL_TOKENS)
+            for token in SPECIAL_TOKENS
         ],
         "normalizer": None,
         "pre_tokenizer": {
@@ -131,8 +144,8 @@ def tokenizer_json() -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {alphabet[byte]: byte for byte in range(256)},
-            "merges": [],
+            "vocab": vocabulary,
+            "merges": [list(pair) for pair in merges],
         },
     }
 

@@ -1,0 +1,27 @@
+"""A byte-level BPE of the demo's own text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, trainers
+
+from glm52_engine.checkpoint.assets import tokenizer_json
+
+
+def learn_merges(texts: Iterable[str], count: int) -> list[tuple[str, str]]:
+    """Pairs in the byte alphabet, most useful first; the same everywhere. Raises ValueError if there are fewer."""
+    raw = tokenizer_json()
+    tokenizer = Tokenizer.from_str(json.dumps(raw))
+    alphabet = sorted(raw["model"]["vocab"])
+    trainer = trainers.BpeTrainer(vocab_size=256 + count, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    if len({left + right for left, right in merges}) != count:
+        raise ValueError(f"found {len(merges)} merges with {count} wanted: ids behind them would be others")
+    return [(left, right) for left, right in merges]
+
+
+def tokenizer_of(merges: list[tuple[str, str]]) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(tokenizer_json(merges)))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 
+def possible_start(text: str, markers: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` with which one of `markers` may begin; such an end must be held back.
 
-def possible_start(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of `text` with which one of `markers` may begin; such an end must be held back."""
-    markers = tuple(markers)
-    longest = min(len(text), max((len(marker) - 1 for marker in markers), default=0))
-    for size in range(longest, 0, -1):
-        if any(marker.startswith(text[-size:]) for marker in markers):
-            return size
-    return 0
+    Every marker begins with `<` and has no other one.
+    """
+    at = text.rfind("<", -max(map(len, markers)))
+    return len(text) - at if at >= 0 and any(marker.startswith(text[at:]) for marker in markers) else 0

@@ -58,7 +58,7 @@ class ReasoningSplitter:
             return "", self._take(len(self._held))
         at = self._held.find(END_THINK)
         if at < 0:
-            return self._take(len(self._held) - possible_start(self._held, [END_THINK])), ""
+            return self._take(len(self._held) - possible_start(self._held, (END_THINK,))), ""
         reasoning = self._take(at)
         self._state = Thinking.CLOSED
         return reasoning, self._take(len(self._held))[len(END_THINK) :]

@@ -22,7 +22,10 @@ KEY, END_KEY = "<arg_key>", "</arg_key>"
 VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
-_MAYBE_NAME = re.compile(r"\s*[a-zA-Z0-9_.:/-]{0,128}\s*")
+_MAYBE_NAME = re.compile(r"\s{0,16}[a-zA-Z0-9_.:/-]{0,128}\s{0,16}")
+
+MAX_KEY_CHARACTERS = 1024
+"""What is longer is no key: it is passed on instead of kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class ToolCallParser:
         self._fresh = True  # no content since the last call, or the beginning
         self._key = ""
         self._types: frozenset[str] = frozenset()
+        self._written: list[str] = []
         self._schema: Mapping[str, Any] = {}
         self._any_argument = False
         self._parsed = Parsed()
@@ -110,7 +114,7 @@ class ToolCallParser:
         elif self._state is _State.STRING:
             self._arguments(_escaped(rest))
         else:
-            self._argument(f"{json.dumps(self._key, ensure_ascii=False)}: {rest}")
+            self._argument(f"{json.dumps(self._key, ensure_ascii=False)}: {''.join(self._written)}{rest}")
         return self._given()
 
     def _given(self) -> Parsed:
@@ -120,7 +124,7 @@ class ToolCallParser:
     def _text(self) -> bool:
         at = self._held.find(CALL)
         if at < 0:
-            self._outside(self._take(len(self._held) - possible_start(self._held, [CALL])))
+            self._outside(self._take(len(self._held) - possible_start(self._held, (CALL,))))
             return False
         self._outside(self._take(at))
         self._take(len(CALL))
@@ -130,7 +134,7 @@ class ToolCallParser:
     def _name(self) -> bool:
         at, mark = self._first(KEY, END_CALL, CALL)
         before = self._held[:at]
-        if mark in (KEY, END_CALL) and FUNCTION_NAME.fullmatch(before.strip()):
+        if mark in (KEY, END_CALL) and _MAYBE_NAME.fullmatch(before) and before.strip():
             self._take(at)
             self._begin(before.strip())
             return True
@@ -175,6 +179,10 @@ class ToolCallParser:
 
     def _in_key(self) -> bool:
         at, mark = self._first(END_KEY, VALUE, KEY, END_CALL, CALL)
+        if at > MAX_KEY_CHARACTERS:
+            self._content(KEY)
+            self._state = _State.STRAY
+            return True
         if not mark:
             return False
         if mark in (END_KEY, VALUE):  # the end of a key is now and then forgotten
@@ -191,6 +199,7 @@ class ToolCallParser:
         if self._held.startswith(VALUE):
             self._take(len(VALUE))
             self._types = allowed_types(argument_schema(self._schema, self._key), self._schema)
+            self._written = []
             self._state = _State.VALUE
             if self._types == {"string"}:
                 self._state = _State.STRING
@@ -212,14 +221,14 @@ class ToolCallParser:
         return bool(mark)
 
     def _value(self) -> bool:
-        at = self._held.find(END_VALUE)
-        if at < 0:
-            return False
-        key = json.dumps(self._key, ensure_ascii=False)
-        self._argument(f"{key}: {to_json(self._take(at), self._types)}")
-        self._take(len(END_VALUE))
-        self._state = _State.BETWEEN
-        return True
+        at, mark = self._first(END_VALUE)
+        self._written.append(self._take(at))
+        if mark:
+            self._take(len(mark))
+            key = json.dumps(self._key, ensure_ascii=False)
+            self._argument(f"{key}: {to_json(''.join(self._written), self._types)}")
+            self._state = _State.BETWEEN
+        return bool(mark)
 
     def _end(self) -> None:
         self._arguments("}" if self._any_argument else "{}")
@@ -245,10 +254,11 @@ class ToolCallParser:
 
     def _outside(self, text: str) -> None:
         """Content outside of calls. White space at its end waits: in front of a call, and behind one, it is none."""
-        bare = (self._space + text).rstrip()
-        self._space = (self._space + text)[len(bare) :]
-        self._content(bare)
-        self._fresh = self._fresh and not bare
+        bare = text.rstrip()
+        if bare:
+            self._content(self._space + bare)
+            self._space, self._fresh = "", False
+        self._space += text[len(bare) :]
 
     def _first(self, *marks: str) -> tuple[int, str]:
         """Where the first of `marks` begins and which it is; without one, up to where the text is surely none."""

@@ -132,6 +132,8 @@ def test_numbers_keep_every_digit() -> None:
         ("<tool_call>now<arg_key>a</arg_key>stray</tool_call>", "<arg_key>a</arg_key>stray", [("now", "{}")]),
         ("<tool_call>now<arg_key>a</tool_call>", "<arg_key>a", [("now", "{}")]),
         ("<tool_call>now<arg_key>a<arg_value>1</arg_value></tool_call>", "", [("now", '{"a": 1}')]),
+        ("<tool_call>now<arg_key>" + "k" * 2000 + "</tool_call>", "<arg_key>" + "k" * 2000, [("now", "{}")]),
+        ("<tool_call>" + " " * 50 + "now</tool_call>", "<tool_call>" + " " * 50 + "now</tool_call>", []),
         ("<tool_call>weather" + call("now"), "<tool_call>weather", [("now", "{}")]),
         (call("now", a="1")[: -len("</tool_call>")] + call("now"), "", [("now", '{"a": 1}'), ("now", "{}")]),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 from glm52_engine.runtime.types import Prefilled as EnginePrefilled
 from glm52_engine.serve.errors import ApiError, bad, no_number
+from glm52_engine.serve.lengths import refuse_hopeless
 from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import FirstToken, Loaded, Pod, PrefillCall, Prefilled
 from glm52_engine.serve.sender import Sender
@@ -24,6 +25,7 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
 
         def understood() -> tuple[Asked, tuple[int, ...]]:
             asked = read_request(call.endpoint, call.body, pod.config.model.name)
+            refuse_hopeless(asked, parts.tokenizer, pod.config.model.max_model_len)
             return asked, prompt_ids(asked, parts.tokenizer)
 
         # A large body takes seconds to check, render and tokenise; the probes must be answered meanwhile.

@@ -1,0 +1,217 @@
+"""What the router and the pods answer to requests that are wrong, too large, or come at the wrong time."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from glm52_engine.runtime.types import Blocks, EngineBusy, Prefilled, Request
+from tests.engine.serve.deployment import (
+    HEADERS,
+    MODEL,
+    PROMPT,
+    Answer,
+    Builder,
+    Deployment,
+    Handoff,
+    body,
+    builder,
+    until,
+)
+from tests.engine.serve.fakes import FakeEngine, expected_text
+
+module_loop = pytest.mark.asyncio(loop_scope="module")
+
+JSON = {"content-type": "application/json"}
+GOOD = json.dumps(body()).encode()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def deployed(tiny_checkpoint: Path) -> AsyncIterator[Deployment]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        async with builder(monkeypatch, tiny_checkpoint) as build:
+            yield await build.deployment([FakeEngine()], [FakeEngine()])
+
+
+def error_of(answer: Answer) -> dict[str, Any]:
+    assert answer.headers["content-type"].startswith("application/json")
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def tower(depth: int) -> bytes:
+    return b'{"model": "%s", "metadata": %s}' % (MODEL.encode(), b"[" * depth + b"]" * depth)
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers", "status", "said"),
+    [
+        pytest.param(b"", JSON, 400, "not valid JSON", id="empty"),
+        pytest.param(b"{", JSON, 400, "not valid JSON", id="half"),
+        pytest.param(b"[]", JSON, 400, "an object", id="array"),
+        pytest.param(b'"x"', JSON, 400, "an object", id="string"),
+        pytest.param(GOOD[:-1] + b', "seed": NaN}', JSON, 400, "no JSON number", id="NaN"),
+        pytest.param(GOOD[:-1] + b', "seed": ' + b"9" * 5000 + b"}", JSON, 400, "JSON", id="5000 digits"),
+        pytest.param(GOOD + b"\xff", JSON, 400, "not UTF-8", id="no UTF-8"),
+        pytest.param(GOOD.decode().encode("utf-16"), JSON, 400, "not UTF-8", id="UTF-16"),
+        pytest.param(b"\xef\xbb\xbf" + GOOD, JSON, 400, "BOM", id="byte order mark"),
+        pytest.param(b"[" * 100_000, JSON, 400, "nested", id="a tower of brackets"),
+        pytest.param(tower(64), JSON, 400, "nested", id="one array too deep"),
+        pytest.param(GOOD, {"content-type": "text/plain"}, 400, "content-type", id="text"),
+        pytest.param(GOOD, {"content-type": "multipart/form-data; boundary=x"}, 400, "content-type", id="form"),
+        pytest.param(GOOD, {**JSON, "content-encoding": "gzip"}, 400, "cannot be read", id="gzip that is none"),
+        pytest.param(b" " * (33 << 20), JSON, 413, "longer than", id="too long"),
+        pytest.param(gzip.compress(b" " * (33 << 20)), {**JSON, "content-encoding": "gzip"}, 413, "longer", id="bomb"),
+    ],
+)
+@module_loop
+async def test_bodies_that_are_none(
+    deployed: Deployment, raw: bytes, headers: dict[str, str], status: int, said: str
+) -> None:
+    answer = await deployed.post("/v1/completions", raw, headers=headers)
+    assert answer.status == status, answer.raw[:500]
+    assert said in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers"),
+    [
+        pytest.param(GOOD, {"content-type": "application/json; charset=utf-8"}, id="charset"),
+        pytest.param(GOOD, {"content-type": "application/vnd.api+json"}, id="a kind of JSON"),
+        pytest.param(gzip.compress(GOOD), {**JSON, "content-encoding": "gzip"}, id="gzip"),
+        pytest.param(b" \n" + GOOD + b"\n ", JSON, id="space around"),
+        pytest.param(GOOD[:-1] + b', "user": "a\\ud83d b"}', JSON, id="half a surrogate pair"),
+        pytest.param(tower(60)[:-1] + b"," + GOOD[1:], JSON, id="deep, and allowed"),
+    ],
+)
+@module_loop
+async def test_bodies_that_are_unusual_and_right(deployed: Deployment, raw: bytes, headers: dict[str, str]) -> None:
+    answer = await deployed.post("/v1/completions", raw, headers=headers)
+    assert answer.status == 200, answer.raw
+    assert answer.json()["choices"][0]["text"] == expected_text(PROMPT, 12)
+
+
+@module_loop
+async def test_a_body_of_unknown_length_ends_at_the_limit(deployed: Deployment) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b" " * (1 << 20)
+
+    async with deployed.session.post(deployed.url + "/v1/completions", data=endless(), headers=JSON) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("of", ["router", "prefill", "decode"])
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/v1/nothing", 404, None),
+        ("POST", "/readyz", 405, "GET"),
+        ("DELETE", "/metrics", 405, "GET"),
+        ("GET", "/internal/v1/drain", 405, "POST"),
+    ],
+)
+@module_loop
+async def test_unknown_paths_and_methods(
+    deployed: Deployment, of: str, method: str, path: str, status: int, allow: str | None
+) -> None:
+    urls = {"router": deployed.url, "prefill": deployed.prefill[0].url, "decode": deployed.decode[0].url}
+    async with deployed.session.request(method, urls[of] + path, headers=HEADERS) as response:
+        answer = Answer(response.status, await response.read(), {k.lower(): v for k, v in response.headers.items()})
+    assert answer.status == status
+    assert error_of(answer)["type"] == "invalid_request_error"
+    assert (allow or "") in answer.headers.get("allow", "")
+
+
+@pytest.mark.parametrize("path", ["prefill", "decode", "kv/lease", "kv/release"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"id": 3}', b"\xff"])
+@module_loop
+async def test_internal_calls_that_are_wrong_are_refused_and_change_nothing(
+    deployed: Deployment, path: str, raw: bytes
+) -> None:
+    pod = deployed.decode[0] if path == "decode" else deployed.prefill[0]
+    answer = await deployed.post(f"/internal/v1/{path}", raw, url=pod.url, headers=HEADERS)
+    assert answer.status == 400, answer.raw
+    error_of(answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("more", "status"), [({"prompt": [97] * 128}, 400), ({"model": "other"}, 404)])
+@module_loop
+async def test_a_refusal_has_its_status_also_where_a_stream_was_asked_for(
+    deployed: Deployment, more: dict[str, Any], status: int, stream: bool
+) -> None:
+    answer = await deployed.post("/v1/completions", body(stream=stream, **more))
+    assert answer.status == status
+    error_of(answer)
+
+
+@module_loop
+async def test_request_ids_are_taken_given_and_told_everywhere(deployed: Deployment) -> None:
+    async def asked(request_id: str, **more: Any) -> tuple[str, Any]:
+        answer = await deployed.post("/v1/completions", body(**more), headers={"x-request-id": request_id})
+        return answer.headers["x-request-id"], answer.json()
+
+    assert (await asked("mine-1"))[0] == "mine-1"
+    assert (await asked("mine-1", model="other"))[0] == "mine-1"
+    for unusable in ("", "two words", "x" * 200, "ä"):
+        found, answer = await asked(unusable)
+        assert found == answer["id"]
+    same = await asyncio.gather(*(asked("twice") for _ in range(4)))
+    assert [found for found, _ in same] == ["twice"] * 4
+    assert len({answer["id"] for _, answer in same}) == 4
+
+
+class Busy(FakeEngine):
+    """Its queue is full."""
+
+    async def prefill(self, request: Request) -> Prefilled:
+        raise EngineBusy("7 requests wait already", retry_after=9)
+
+    async def reserve(self, request: Request) -> Blocks:
+        raise EngineBusy("7 requests wait already", retry_after=9)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_full_queue_is_a_429_that_says_when_to_come_back(build: Builder, role: str) -> None:
+    engines = {"prefill": [FakeEngine()], "decode": [FakeEngine()], role: [Busy()]}
+    made = await build.deployment(engines["prefill"], engines["decode"])
+    answer = await made.post("/v1/completions", body(stream=True))
+    assert (answer.status, answer.headers["retry-after"]) == (429, "9")
+    error = error_of(answer)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    await made.idle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_another_pod_serves_what_a_full_one_refuses(build: Builder, role: str) -> None:
+    engines = {"prefill": [FakeEngine()], "decode": [FakeEngine()]}
+    engines[role] = [Busy(), FakeEngine()]
+    made = await build.deployment(engines["prefill"], engines["decode"])
+    answers = await asyncio.gather(*(made.post("/v1/completions", body()) for _ in range(4)))
+    assert [answer.status for answer in answers] == [200] * 4
+    await made.idle()
+
+
+async def test_a_pod_that_drains_refuses_with_503_and_the_router_says_when_to_come_back(build: Builder) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine(step_seconds=0.05)])
+    running = asyncio.create_task(made.post("/v1/completions", body(max_tokens=40)))
+    await until("decode runs", lambda: bool(made.decode[0].engine.decoded))
+    made.decode[0].process.terminate("test")
+    hand = await Handoff(made).prefill()
+    direct = await made.internal(made.decode[0], "decode", hand)
+    await made.internal(made.prefill[0], "kv/release", {"id": hand["id"]})
+    assert (direct.status, direct.headers["retry-after"], error_of(direct)["code"]) == (503, "2", "not_ready")
+    through = await made.post("/v1/completions", body())
+    assert (through.status, through.headers["retry-after"]) == (503, "2")
+    assert error_of(through)["type"] == "server_error"
+    assert (await running).status == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,6 +25,7 @@ from glm52_engine.serve.metrics import CONTENT_TYPE
 from glm52_engine.serve.pod import DecodeCall, Pod, PrefillCall, read_call, told
 from glm52_engine.serve.prefill import prefill, release_lease, renew_lease
 from glm52_engine.serve.sender import Answering, Sender
+from glm52_engine.serve.tokenize import detokenize, tokenize
 from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.peers import AGENT_PATH, LEASE_PATH, RELEASE_PATH, agent_card
 
@@ -37,6 +39,7 @@ def make_app(pod: Pod) -> ASGIApp:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     _probes(app, pod)
     _internal(app, pod)
+    _text_routes(app, pod)
     if pod.role == "prefill":
         _prefill_routes(app, pod)
     else:
@@ -144,6 +147,26 @@ def _internal(app: FastAPI, pod: Pod) -> None:
     @app.post("/internal/v1/drain")
     async def drain(request: Request) -> JSONResponse:
         return JSONResponse(await pod.life.drain_call(await read_body(request, dict)))
+
+
+def _text_routes(app: FastAPI, pod: Pod) -> None:
+    """What needs the tokenizer and nothing else."""
+
+    async def answer(request: Request, use: Callable[..., dict[str, Any]]) -> JSONResponse:
+        body = await read_body(request, dict)
+        with pod.life.serving():
+            limits = {"model": pod.config.model.name, "max_model_len": pod.config.model.max_model_len}
+            work = partial(use, body, pod.parts().tokenizer, **limits)
+            # The answer is written there too: a long text's ids take a while.
+            return await asyncio.to_thread(lambda: JSONResponse(work()))
+
+    @app.post("/internal/v1/tokenize")
+    async def post_tokenize(request: Request) -> JSONResponse:
+        return await answer(request, tokenize)
+
+    @app.post("/internal/v1/detokenize")
+    async def post_detokenize(request: Request) -> JSONResponse:
+        return await answer(request, detokenize)
 
 
 def _prefill_routes(app: FastAPI, pod: Pod) -> None:

@@ -84,7 +84,7 @@ def engine_request(
         min_tokens=asked.min_tokens,
         logprobs=asked.logprobs,
     )
-    return Request(request_id, prompt, sampling, asked.priority, asked.cache_salt, asked.n)
+    return Request(request_id, prompt, sampling, priority=asked.priority, cache_salt=asked.cache_salt, choices=asked.n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,10 @@ def test_a_line_for_every_twentieth() -> None:
     assert said[-1] == "reading weights: 100 % of 700 GiB"
 
 
+def test_lines_do_not_drift_apart() -> None:
+    assert len(lines(100 * GIB, 3 * GIB)) == 20
+
+
 def test_what_takes_no_time_is_not_mentioned() -> None:
     assert lines(100 * MIB, 16 * MIB) == []
     assert len(lines(GIB, 16 * MIB)) == 4

@@ -293,6 +293,7 @@ class LocalEngine:
                 choices=request.choices if record.prefill else 1,
                 computed=computed,
                 last=last,
+                constraint=request.constraint,
             )
         )
 

@@ -22,6 +22,7 @@ from glm52_engine.model import Model, Span, build_step
 from glm52_engine.runtime.sampler import Draw, Sampler
 from glm52_engine.runtime.types import Sampling, Token
 from glm52_engine.schedule.plan import Pending, Planned, plan_step
+from glm52_engine.structured import Matcher
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Running:
     choices: int = 1
     computed: int = 0
     last: Token | None = None
+    constraint: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ class Rank:
                 self._tables[command.seat].zero_()
                 self._tables[command.seat, : len(command.blocks)] = torch.tensor(command.blocks)
                 output = () if command.last is None else (command.last.id,)
-                self._sampler.begin(command.seat, command.sampling, command.prompt, output)
+                self._sampler.begin(command.seat, command.sampling, command.prompt, output, command.constraint)
                 self._running[command.seat] = command
             else:
                 self._end(command)
@@ -210,7 +212,15 @@ class Rank:
     def _emit(self, sequences: Sequence[Running], logits: torch.Tensor) -> None:
         """Sample a token for each choice of each and report them; a sequence leaves the rank with its last one."""
         draws = [
-            Draw(row, s.seat, s.sampling, s.seed, 0 if s.last is None else s.last.index + 1, s.sampling.choice + choice)
+            Draw(
+                row,
+                s.seat,
+                s.sampling,
+                s.seed,
+                index=0 if s.last is None else s.last.index + 1,
+                choice=s.sampling.choice + choice,
+                shared=s.choices > 1,
+            )
             for row, s in enumerate(sequences)
             for choice in range(s.choices)
         ]

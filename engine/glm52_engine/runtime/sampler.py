@@ -1,13 +1,15 @@
 """Logits → tokens, all rows of a step together.
 
-The order is vLLM's: log probabilities are those of the model itself; then tokens are forbidden and biased, then
-penalised. Greedy rows take the greatest logit of that; the others divide by the temperature, drop what min_p, top_k and
-top_p exclude, and draw. A draw depends on (seed, choice, output index) alone, never on the batch it happened to run in.
+The order is vLLM's: log probabilities are those of the model itself; then tokens are forbidden (first by a grammar) and
+biased, then penalised. Greedy rows take the greatest logit of that; the others divide by the temperature, drop what
+min_p, top_k and top_p exclude, and draw. A draw depends on (seed, choice, output index) alone, never on the batch it
+happened to run in.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from glm52_engine.runtime.types import FinishReason, Logprobs, Sampling, Token
+from glm52_engine.structured import GrammarError, Matcher
+from glm52_engine.structured.masks import forbid
+
+log = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this one are greedy, as in vLLM: dividing by them would leave nothing but infinities."""
@@ -25,7 +31,9 @@ CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A token to choose: from which row of the logits, for which seat, how, and its place in the output."""
+    """A token to choose: from which row of the logits, for which seat, how, and its place in the output.
+
+    `shared`: the seat has further choices in this step, and no step behind it."""
 
     row: int
     seat: int
@@ -33,6 +41,7 @@ class Draw:
     seed: int
     index: int
     choice: int = 0
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,8 @@ class _Seat:
     end_ids: torch.Tensor
     penalised: bool
 
-    def additions(self, index: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-        if index >= sampling.min_tokens:
+    def additions(self, *, early: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if not early:
             return self.ids, self.values
         never = torch.full((len(self.end_ids),), -math.inf)
         return torch.cat([self.ids, self.end_ids]), torch.cat([self.values, never])
@@ -61,11 +70,20 @@ class Sampler:
         self._bound = vocab_bound
         self._eos = eos_ids
         self._seats: list[_Seat | None] = [None] * seats
+        self._matchers: list[Matcher | None] = [None] * seats
         self._history = _History(seats, vocab_bound)
 
     @torch.inference_mode()
-    def begin(self, seat: int, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """A sequence takes the seat; `output` is what it has generated elsewhere."""
+    def begin(
+        self,
+        seat: int,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        constraint: Matcher | None = None,
+    ) -> None:
+        """A sequence takes the seat; `output` is what it has generated elsewhere, which `constraint` has taken in."""
+        self._matchers[seat] = None if constraint is None else constraint.fork()
         ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos)
         bias = [pair for pair in sampling.logit_bias if pair[0] < self._bound]
         penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
@@ -93,7 +111,8 @@ class Sampler:
             chosen[random] = _drawn(adjusted[random], [draws[place] for place in random])
         self._count(draws, chosen)
         ids: list[int] = chosen.tolist()
-        sound: list[bool] = best.isfinite().tolist()
+        finite: list[bool] = best.isfinite().tolist()
+        sound = [fine and self._follows(draw, token) for fine, draw, token in zip(finite, draws, ids, strict=True)]
         logprobs = _logprobs(plain, chosen, draws)
         return [
             Token(
@@ -108,16 +127,20 @@ class Sampler:
     def _adjusted(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         """The one place where logits change before a token is chosen: bias and forbidden tokens, then penalties."""
         additions, penalised = {}, []
-        for place, draw in enumerate(draws):
+        matchers = [self._matchers[draw.seat] for draw in draws]
+        for place, (draw, matcher) in enumerate(zip(draws, matchers, strict=True)):
             seat = self._seats[draw.seat]
             if seat is None:
                 raise RuntimeError(f"seat {draw.seat} was never begun")
-            if draw.sampling.logit_bias or draw.index < draw.sampling.min_tokens:
-                additions[place] = seat.additions(draw.index, draw.sampling)
+            # Where a grammar is at its end no minimum can be met.
+            early = draw.index < draw.sampling.min_tokens and not (matcher and matcher.ended)
+            if draw.sampling.logit_bias or early:
+                additions[place] = seat.additions(early=early)
             if seat.penalised:
                 penalised.append(place)
-        if additions or penalised:
+        if additions or penalised or any(matchers):
             logits = logits.clone()
+        forbid(logits, matchers)
         if additions:
             counts = torch.tensor([len(ids) for ids, _ in additions.values()])
             rows = torch.tensor(list(additions)).repeat_interleave(counts)
@@ -127,6 +150,21 @@ class Sampler:
         if penalised:
             logits[penalised] = self._history.penalise(logits[penalised], [draws[place] for place in penalised])
         return logits
+
+    def _follows(self, draw: Draw, token: int) -> bool:
+        """Advances the grammar of the seat, if it has one; False where it cannot go on."""
+        matcher = self._matchers[draw.seat]
+        if matcher is None:
+            return True
+        try:
+            matcher.check()
+            # The first tokens of several choices leave the seat where it was: each goes on elsewhere.
+            if not draw.shared and not finish_of(token, draw.index, draw.sampling, self._eos):
+                matcher.accept(token)
+        except GrammarError as error:
+            log.warning("%s", error)
+            return False
+        return True
 
     def _count(self, draws: Sequence[Draw], chosen: torch.Tensor) -> None:
         places = [place for place, draw in enumerate(draws) if (seat := self._seats[draw.seat]) and seat.penalised]

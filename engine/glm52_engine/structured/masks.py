@@ -19,7 +19,12 @@ def forbid(logits: torch.Tensor, matchers: Sequence[Matcher | None]) -> None:
     rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
     if not rows:
         return
-    words = _fill([matcher for matcher in matchers if matcher is not None]).to(logits.device, non_blocking=True)
+    # Choices of one prompt draw their first tokens from one matcher, and no matcher may work on two masks at once.
+    distinct = {id(matcher): matcher for matcher in matchers if matcher is not None}
+    words = _fill(list(distinct.values())).to(logits.device, non_blocking=True)
+    if len(distinct) < len(rows):
+        places = {key: place for place, key in enumerate(distinct)}
+        words = words[[places[id(matchers[row])] for row in rows]]
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = ((words.unsqueeze(2) >> bits) & 1).flatten(1) == 0
     width = min(logits.shape[1], forbidden.shape[1])

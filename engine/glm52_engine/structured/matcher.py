@@ -63,13 +63,19 @@ class Matcher:
         return self._vocabulary.not_ends if self._reasons else self.raw.compute_bitmask()
 
     def accept(self, token: int) -> None:
-        """Advance by a token that was drawn. Raises GrammarError when it, or the grammar's growth, cannot go on."""
+        """Advance by a token that was drawn. Raises GrammarError if it does not fit."""
         if self._reasons:
             # By letters and not by id: a model may spell the mark, and so do the splitter's readers.
             text = self._tail + self._vocabulary.token_bytes[token]
             self._reasons = _END_THINK not in text
             self._tail = text[-len(_END_THINK) :]
-        elif not self.raw.consume_token(token):
+        else:
+            self.raw.consume_token(token)
+            self.check()
+
+    def check(self) -> None:
+        """Raises GrammarError once the grammar cannot go on: a mask that was too much work allows only the end."""
+        if self.raw.is_error():
             raise GrammarError(f"the output left its grammar: {first_line(self.raw.get_error())}")
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import llguidance
 
-JSON_SPACE = r"[ \n\r\t]{1,40}"
-"""Between the parts of JSON: a model that never ends its white space would otherwise fill the whole output with it."""
+JSON_SPACE = r"[ ]{1,2}|\r?\n[ \t]{0,40}"
+"""Between the parts of JSON: a line's end and an indent at most. A model that never ends its white space would fill the
+whole output with it."""
 
 
 class GrammarError(ValueError):

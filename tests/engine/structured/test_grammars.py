@@ -60,8 +60,10 @@ async def test_what_fits(
 
 async def test_white_space_cannot_go_on_for_ever(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = await compiler.compile(sources.json_object())
-    assert accepts(grammar.matcher(), tokenizer, "{" + " " * 40 + "}")
-    assert not accepts(grammar.matcher(), tokenizer, "{" + " " * 200 + "}")
+    for space in ("", " ", "\n", "\r\n\t", "\n" + " " * 40):
+        assert accepts(grammar.matcher(), tokenizer, "{" + space + "}")
+    for space in (" " * 9, "\n\n", "\n" + " " * 99):
+        assert not accepts(grammar.matcher(), tokenizer, "{" + space + "}")
 
 
 async def test_no_mark_stands_in_a_string(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -200,8 +202,9 @@ async def test_the_loop_goes_on_while_a_grammar_is_compiled(
 async def test_only_rows_with_a_grammar_are_masked(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     yes = await compiler.compile(sources.choice(["yes"]))
     no = await compiler.compile(sources.regex("n+"))
-    matchers = [None, yes.matcher(), no.matcher(), yes.matcher(reasons=True)]
-    logits = torch.zeros(4, tokenizer.vocab_bound + 50)
+    shared = no.matcher()
+    matchers = [None, yes.matcher(), shared, yes.matcher(reasons=True), shared]
+    logits = torch.zeros(5, tokenizer.vocab_bound + 50)
     forbid(logits, matchers)
     assert bool(logits[0].isfinite().all())
     for row, matcher in enumerate(matchers):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import llguidance
 
 from glm52_engine.structured.sources import GrammarError
-from glm52_engine.tokenizer.reasoning import END_THINK
+from glm52_engine.tokenizer.marks import END_THINK
 
 _END_THINK = END_THINK.encode()
 

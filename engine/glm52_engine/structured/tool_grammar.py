@@ -14,7 +14,7 @@ import llguidance
 
 from glm52_engine.structured.sources import JSON_SPACE
 from glm52_engine.tokenizer.arguments import allowed_types, resolve
-from glm52_engine.tokenizer.tool_calls import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE
+from glm52_engine.tokenizer.marks import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE
 
 Tools = Mapping[str, Mapping[str, Any]]
 

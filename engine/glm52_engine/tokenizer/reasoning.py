@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from glm52_engine.tokenizer.marks import END_THINK, THINK
 from glm52_engine.tokenizer.partial import possible_start
 from glm52_engine.tokenizer.tokenizer import Tokenizer
 
-THINK, END_THINK = "<think>", "</think>"
 ASSISTANT = "<|assistant|>"
 
 

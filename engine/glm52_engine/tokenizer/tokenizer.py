@@ -16,6 +16,7 @@ import tokenizers
 
 from glm52_engine.config import ConfigError
 from glm52_engine.tokenizer.guard import Guard
+from glm52_engine.tokenizer.marks import MARKS
 
 
 class TemplateError(ValueError):
@@ -207,7 +208,8 @@ def _token_bytes(raw: tokenizers.Tokenizer, vocab: dict[str, int]) -> tuple[dict
         token: text.encode() if token in added else bytes(to_byte[character] for character in text)
         for text, token in vocab.items()
     }
-    return table, frozenset(token for token, entry in added.items() if entry.special)
+    # A file may call the marks of tool calls special; without them no call could be read.
+    return table, frozenset(token for token, entry in added.items() if entry.special and entry.content not in MARKS)
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -15,11 +15,8 @@ from enum import Enum
 from typing import Any
 
 from glm52_engine.tokenizer.arguments import allowed_types, argument_schema, to_json
+from glm52_engine.tokenizer.marks import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE
 from glm52_engine.tokenizer.partial import possible_start
-
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-KEY, END_KEY = "<arg_key>", "</arg_key>"
-VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _MAYBE_NAME = re.compile(r"\s{0,16}[a-zA-Z0-9_.:/-]{0,128}\s{0,16}")

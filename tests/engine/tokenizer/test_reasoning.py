@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,13 @@ def test_the_pieces_borders_change_nothing(thinking: Thinking, pieces: list[str]
 def test_what_the_prompt_left_open(tiny_checkpoint: Path, prompt: str, expected: Thinking) -> None:
     tokenizer = Tokenizer.load(tiny_checkpoint)
     assert thinking_after(tokenizer.encode(prompt), tokenizer) is expected
+
+
+def test_marks_stay_in_the_text_also_where_a_file_calls_them_special(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "m")
+    raw = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
+    for token in raw["added_tokens"]:
+        token["special"] = True
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer, text = Tokenizer.load(tmp_path / "m"), "</think><tool_call>f</tool_call>"
+    assert tokenizer.decode(tokenizer.encode(text + "<|user|>")) == text

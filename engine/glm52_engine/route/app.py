@@ -16,16 +16,16 @@ from glm52_engine.lifecycle import trace
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.logs import bound
 from glm52_engine.lifecycle.states import Probe, ready_probe, startup_probe
-from glm52_engine.route.call import REQUEST_ID, Exchange
+from glm52_engine.route.call import REQUEST_ID, Exchange, PublicEndpoint
 from glm52_engine.route.errors import as_answer
 from glm52_engine.route.legs import Legs
 from glm52_engine.route.metrics import CONTENT_TYPE, RouterMetrics
+from glm52_engine.route.openapi import document
 from glm52_engine.route.pools import Pools
 from glm52_engine.route.proxy import Proxy
 from glm52_engine.serve.bodies import check_content_type, read
 from glm52_engine.serve.errors import ApiError, bad
 from glm52_engine.serve.fields import MAX_BODY_BYTES
-from glm52_engine.serve.openai import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,11 @@ class Router:
             [
                 web.post("/v1/chat/completions", self._serving("chat")),
                 web.post("/v1/completions", self._serving("completions")),
+                web.post("/tokenize", self._serving("tokenize")),
+                web.post("/detokenize", self._serving("detokenize")),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._one_model),
+                web.get("/openapi.json", self._openapi),
                 web.get(STARTUPZ, self._startupz),
                 web.get(LIVEZ, self._livez),
                 web.get(READYZ, self._readyz),
@@ -71,7 +74,7 @@ class Router:
         )
         return app
 
-    def _serving(self, endpoint: Endpoint) -> Handler:
+    def _serving(self, endpoint: PublicEndpoint) -> Handler:
         async def serve(request: web.Request) -> web.StreamResponse:
             exchange = Exchange(request, endpoint, b"", self._wait_seconds)
             request[EXCHANGE] = exchange
@@ -100,11 +103,11 @@ class Router:
         return serve
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
-        exchange.body = await self._body(exchange.request)
-        return await self._proxy.answer(exchange)
+        exchange.body = await self._body(exchange.request, exchange.generates)
+        return await (self._proxy.answer(exchange) if exchange.generates else self._proxy.relay(exchange))
 
-    async def _body(self, request: web.Request) -> bytes:
-        """The client's body, known to be a JSON object that asks for our model."""
+    async def _body(self, request: web.Request, needs_model: bool) -> bytes:
+        """The client's body, known to be a JSON object that asks for our model, or for none where none is needed."""
         if (request.content_length or 0) > MAX_BODY_BYTES:
             # Before any of it is read: the client may be waiting for a 100 Continue.
             raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
@@ -114,15 +117,15 @@ class Router:
                 raw = await request.read()
         except TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s", code="timeout") from error
-        await read(raw, self._check_model)
+        await read(raw, lambda body: self._check_model(body, needs_model))
         return raw
 
-    def _check_model(self, body: dict[str, Any]) -> None:
+    def _check_model(self, body: dict[str, Any], needed: bool) -> None:
         """The one field that the router can judge without tokens: an unknown model needs no pod to be refused."""
         model = body.get("model")
         if isinstance(model, str) and model and model != self.model:
             raise _no_model(model, self.model)
-        if not model:
+        if not model and needed:
             raise bad(f"model: missing, expected {self.model!r}", param="model")
 
     def _first_byte(self, exchange: Exchange) -> None:
@@ -153,6 +156,9 @@ class Router:
         if name != self.model:
             raise _no_model(name, self.model)
         return web.json_response(self._card())
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.json_response(document(self.model))
 
     async def _startupz(self, request: web.Request) -> web.Response:
         return _probe(startup_probe(self.life.state))

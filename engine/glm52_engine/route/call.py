@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from aiohttp import web
 
@@ -14,7 +15,10 @@ from glm52_engine.route.legs import LegFailed
 from glm52_engine.serve.errors import ApiError
 from glm52_engine.serve.openai import Endpoint
 
+PublicEndpoint = Endpoint | Literal["tokenize", "detokenize"]
+
 REQUEST_ID = "x-request-id"
+_PREFIXES = {"chat": "chatcmpl", "completions": "cmpl"}
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -27,7 +31,7 @@ def given_id(headers: Mapping[str, str]) -> str | None:
 @dataclass(slots=True)
 class Exchange:
     request: web.Request
-    endpoint: Endpoint
+    endpoint: PublicEndpoint
     body: bytes
     """A JSON object in UTF-8, checked."""
     wait_seconds: float
@@ -40,7 +44,12 @@ class Exchange:
     @property
     def public(self) -> str:
         """The id of the answer."""
-        return f"{'chatcmpl' if self.endpoint == 'chat' else 'cmpl'}-{self.id}"
+        return f"{_PREFIXES.get(self.endpoint, self.endpoint)}-{self.id}"
+
+    @property
+    def generates(self) -> bool:
+        """False: one question to one pod, no tokens are generated."""
+        return self.endpoint in _PREFIXES
 
     @property
     def request_id(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, Role
 from glm52_engine.lifecycle import trace
 from glm52_engine.route.pools import Pools
 from glm52_engine.serve.bodies import read
@@ -98,20 +98,30 @@ class Legs:
 
     async def prefill(self, url: str, call: Call) -> PrefillAnswer:
         """Prefill's answer; whatever is lost here can be repeated."""
-        async with self._call("prefill", url, call, call.encode()) as response:
+        async with self._call("prefill", "prefill", url, call, call.encode()) as response:
             return await _prefilled(url, response)
+
+    async def ask(self, url: str, call: Call) -> bytes:
+        """What a prefill pod answers to the client's own body, at the internal endpoint of the same name."""
+        async with self._call("prefill", call.endpoint, url, call, call.body) as response:
+            try:
+                return await response.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise _unreachable("prefill", url, error) from error
 
     @contextlib.asynccontextmanager
     async def decode(self, url: str, call: Call, prefilled: PrefillAnswer) -> AsyncIterator[aiohttp.ClientResponse]:
         """The open answer (status 200). Leaving the block early closes the connection: that cancels the request."""
-        async with self._call("decode", url, call, call.encode(prefilled.raw)) as response:
+        async with self._call("decode", "decode", url, call, call.encode(prefilled.raw)) as response:
             yield response
 
     @contextlib.asynccontextmanager
-    async def _call(self, leg: str, url: str, call: Call, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _call(
+        self, leg: Role, path: str, url: str, call: Call, body: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
         attributes = {"glm52.call": call.id, "server.address": url}
-        with self._pools.busy(url), trace.step(f"{leg} leg", attributes, "CLIENT") as span:
+        with self._pools.busy(url), trace.step(f"{path} leg", attributes, "CLIENT") as span:
             headers = {
                 **self._headers,
                 **trace.outgoing(),
@@ -119,8 +129,8 @@ class Legs:
                 "x-request-id": call.request_id,
             }
             try:
-                path = f"{url}/internal/v1/{leg}"
-                response = await self._session.post(path, data=body, headers=headers, timeout=timeout)
+                where = f"{url}/internal/v1/{path}"
+                response = await self._session.post(where, data=body, headers=headers, timeout=timeout)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 failed = _unreachable(leg, url, error)
                 span.answered(failed.error.status, failed.error.message)

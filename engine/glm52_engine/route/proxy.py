@@ -50,6 +50,20 @@ class Proxy:
                 self._blame(exchange, failure)
         raise _given_up(exchange)
 
+    async def relay(self, exchange: Exchange) -> web.Response:
+        """One pod's answer to the client's body as it is."""
+        call = Call(exchange.public, exchange.endpoint, exchange.body, exchange.request_id)
+        for _ in range(ATTEMPTS):
+            url = await self._pick("prefill", exchange)
+            try:
+                body = await self._legs.ask(url, call)
+            except LegFailed as failure:
+                self._blame(exchange, failure)
+            else:
+                self._on_first_byte(exchange)
+                return web.Response(body=body, content_type="application/json")
+        raise _given_up(exchange)
+
     @contextlib.asynccontextmanager
     async def _prefilled(self, url: str, call: Call) -> AsyncIterator[PrefillAnswer]:
         """Prefill's answer; leaving the block other than by a finished answer tells the pod to free the KV."""

@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MOST = 2**31 - 1
+REPETITION_PENALTY = (0.01, 100.0)
+"""Logits are divided by it: what is closer to 0 would make them infinite."""
 
 _HARMLESS = frozenset(
     {
@@ -144,7 +146,7 @@ def read_request(endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Ask
         min_p=_or(fields.number("min_p", 0, 1), 0.0),
         presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
         frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
-        repetition_penalty=_or(fields.number("repetition_penalty", 0, 100, above_low=True), 1.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", *REPETITION_PENALTY), 1.0),
         logit_bias=_logit_bias(fields),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         stop=_stop(fields.take("stop")),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from glm52_engine.serve.deltas import ChatText
 from glm52_engine.serve.logprobs import chat_logprobs, completion_logprobs
 from glm52_engine.serve.openai import Asked
 from glm52_engine.serve.text import Piece
+from glm52_engine.tokenizer import Thinking
 
 
 def public_id(request_id: str) -> str:
@@ -20,42 +22,49 @@ def public_id(request_id: str) -> str:
 class Choice:
     """One choice of an answer. `echo` is what a completion repeats in front of its own text."""
 
-    def __init__(self, asked: Asked, index: int, echo: str = "") -> None:
+    def __init__(self, asked: Asked, index: int, thinking: Thinking, echo: str = "") -> None:
         self._asked = asked
         self._index = index
         self._echo = echo
-        self._chat = ChatText() if asked.endpoint == "chat" else None
+        self._chat = ChatText(thinking, asked.form.schemas) if asked.endpoint == "chat" else None
         self._began = False
+        self._pieces: list[Piece] = []
+        self._finish: str | None = None
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        last = pieces[-1]
-        text, finish = "".join(piece.text for piece in pieces), last.finish
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._chat is None else self._chat.reasoning_tokens
+
+    def keep(self, piece: Piece) -> None:
+        """For an answer that is sent as a whole."""
+        self._pieces.append(piece)
+        self._finish = piece.finish
+        if self._chat is not None:
+            _, self._finish = self._chat.push(piece.text, piece.finish)
+
+    def whole(self) -> dict[str, Any]:
         if self._chat is None:
-            said: dict[str, Any] = {"text": self._echo + text}
+            said: dict[str, Any] = {"text": self._echo + "".join(piece.text for piece in self._pieces)}
         else:
-            self._chat.push(text)
-            _, finish = self._chat.end(finish or "")
             said = {"message": {"role": "assistant", **self._chat.message()}}
-        return {**self._head(finish, pieces), "stop_reason": last.stop_reason, **said}
+        head = self._head(self._finish, self._pieces)
+        return {**head, "stop_reason": self._pieces[-1].stop_reason, **said}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        finish = piece.finish
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """None where there is nothing to tell yet."""
+        finish, fields = piece.finish, {"text": piece.text} if piece.text else {}
+        if self._chat is not None:
+            fields, finish = self._chat.push(piece.text, piece.finish)
+        if not (fields or finish or piece.scores or self._asked.return_token_ids or not self._began):
+            return None
         if self._chat is None:
             said: dict[str, Any] = {"text": piece.text if self._began else self._echo + piece.text}
         else:
-            delta = self._chat.push(piece.text)
-            if finish:
-                rest, finish = self._chat.end(finish)
-                delta |= rest
             # The first delta has a role, and content even when that is empty: clients read it without looking.
-            said = {"delta": delta if self._began else {"role": "assistant", "content": "", **delta}}
+            said = {"delta": fields if self._began else {"role": "assistant", "content": "", **fields}}
         self._began = True
         chunk = {**self._head(finish, [piece]), **said}
         return {**chunk, "stop_reason": piece.stop_reason} if finish else chunk
-
-    def worth_sending(self, piece: Piece) -> bool:
-        asked = self._asked
-        return bool(piece.text or piece.finish or piece.scores or asked.return_token_ids or not self._began)
 
     def _head(self, finish: str | None, pieces: Sequence[Piece]) -> dict[str, Any]:
         head = {"index": self._index, "finish_reason": finish, "logprobs": self._logprobs(pieces)}
@@ -71,6 +80,14 @@ class Choice:
         return completion_logprobs(scores, [offset for _, offset in scored])
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of all choices so far."""
+
+    all: int
+    reasoning: int
+
+
 class Shape:
     """What the objects of one answer share: id, model, time and usage."""
 
@@ -80,25 +97,27 @@ class Shape:
         self._cached_tokens = cached_tokens
         self._head = {"id": public_id(request_id), "created": int(time.time()), "model": asked.model}
 
-    def whole(self, choices: list[dict[str, Any]], completion_tokens: int) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], tokens: Tokens) -> dict[str, Any]:
         kind = "chat.completion" if self._asked.endpoint == "chat" else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(completion_tokens)}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(tokens)}
 
-    def chunk(self, choice: dict[str, Any], completion_tokens: int) -> dict[str, Any]:
-        usage = self._usage(completion_tokens) if self._asked.usage_in_chunks else None
-        return self._chunk([choice], usage)
+    def chunk(self, choice: dict[str, Any], tokens: Tokens) -> dict[str, Any]:
+        return self._chunk([choice], self._usage(tokens) if self._asked.usage_in_chunks else None)
 
-    def last(self, completion_tokens: int) -> dict[str, Any]:
+    def last(self, tokens: Tokens) -> dict[str, Any]:
         """The chunk with the totals, which has no choices."""
-        return self._chunk([], self._usage(completion_tokens))
+        return self._chunk([], self._usage(tokens))
 
-    def _usage(self, completion_tokens: int) -> dict[str, Any]:
-        return {
+    def _usage(self, tokens: Tokens) -> dict[str, Any]:
+        usage = {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": self._prompt_tokens + completion_tokens,
+            "completion_tokens": tokens.all,
+            "total_tokens": self._prompt_tokens + tokens.all,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
+        if self._asked.endpoint == "chat":
+            usage["completion_tokens_details"] = {"reasoning_tokens": tokens.reasoning}
+        return usage
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._asked.endpoint == "chat" else "text_completion"

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 
 from glm52_engine.runtime.types import Blocks, EngineBusy, Request, Token
-from glm52_engine.serve.answers import Choice, Shape
+from glm52_engine.serve.answers import Choice, Shape, Tokens
+from glm52_engine.serve.constrain import constraint_of, continued, thinking_of
 from glm52_engine.serve.errors import bad, no_number, unavailable
 from glm52_engine.serve.merge import merged
 from glm52_engine.serve.openai import Asked, read_request
@@ -32,11 +33,12 @@ async def decode(pod: Pod, call: DecodeCall, sender: Sender, watch: Watch) -> No
             run = await asyncio.to_thread(_prepare, pod, parts, call, watch, offer)
             if run.unfinished:
                 _check_geometry(run, call.kv)
+                await _constrain(run)
             sources = [_pieces(run, choice, call.kv) for choice in run.choices]
             async with contextlib.aclosing(merged(sources)) as pieces:
                 finish = await (_stream(run, sender, pieces) if run.asked.stream else _whole(run, sender, pieces))
-            watch.finished(finish, run.tokens)
-        log.info("answered", extra={"request": call.id, "tokens": run.tokens, "seconds": watch.ended()})
+            watch.finished(finish, run.tokens.all)
+        log.info("answered", extra={"request": call.id, "tokens": run.tokens.all, "seconds": watch.ended()})
 
 
 @dataclass(slots=True)
@@ -88,8 +90,9 @@ class _Run:
     """The first KV is here: until then a failure has a status of its own, and another pod may be tried."""
 
     @property
-    def tokens(self) -> int:
-        return sum(choice.text.tokens for choice in self.choices)
+    def tokens(self) -> Tokens:
+        choices = self.choices
+        return Tokens(sum(c.text.tokens for c in choices), sum(c.body.reasoning_tokens for c in choices))
 
     @property
     def unfinished(self) -> bool:
@@ -98,12 +101,13 @@ class _Run:
 
 async def _whole(run: _Run, sender: Sender, pieces: AsyncIterator[tuple[int, Piece]]) -> str:
     """Answers, and returns the finish reason of the first choice."""
-    collected: list[list[Piece]] = [[] for _ in run.choices]
+    last: list[Piece | None] = [None for _ in run.choices]
     async for index, piece in pieces:
         _check(piece)
-        collected[index].append(piece)
-    finish = _finish([each[-1] if each else None for each in collected])
-    bodies = [choice.body.whole(each) for choice, each in zip(run.choices, collected, strict=True)]
+        last[index] = piece
+        run.choices[index].body.keep(piece)
+    finish = _finish(last)
+    bodies = [choice.body.whole() for choice in run.choices]
     await sender.whole(200, run.shape.whole(bodies, run.tokens))
     return finish
 
@@ -113,9 +117,9 @@ async def _stream(run: _Run, sender: Sender, pieces: AsyncIterator[tuple[int, Pi
     async for index, piece in pieces:
         _check(piece)
         last[index] = piece
-        body = run.choices[index].body
-        if body.worth_sending(piece):
-            await sender.event(run.shape.chunk(body.chunk(piece), run.tokens))
+        body = run.choices[index].body.chunk(piece)
+        if body is not None:
+            await sender.event(run.shape.chunk(body, run.tokens))
     finish = _finish(last)
     if run.asked.include_usage:
         await sender.event(run.shape.last(run.tokens))
@@ -148,6 +152,7 @@ def _prepare(pod: Pod, parts: Loaded, call: DecodeCall, watch: Watch, offer: _Of
     prompt = tuple(call.prompt_ids)
     limits = {"max_model_len": pod.config.model.max_model_len, "seed": call.seed}
     request = engine_request(asked, call.id, prompt, tokenizer=parts.tokenizer, **limits)
+    thinking = thinking_of(asked, prompt, parts.tokenizer)
     echo = prompt_text(asked, prompt, parts.tokenizer) if asked.echo else ""
     choices = []
     for index, first in enumerate(call.first_tokens):
@@ -158,9 +163,18 @@ def _prepare(pod: Pod, parts: Loaded, call: DecodeCall, watch: Watch, offer: _Of
             sampling=replace(request.sampling, choice=index),
             choices=1,
         )
-        choices.append(_Choice(own, token, text, text.push(token), Choice(asked, index, echo)))
+        choices.append(_Choice(own, token, text, text.push(token), Choice(asked, index, thinking, echo)))
     shape = Shape(asked, call.id, prompt_tokens=len(prompt), cached_tokens=call.cached_tokens)
     return _Run(parts, call.id, asked, choices, shape, watch, offer)
+
+
+async def _constrain(run: _Run) -> None:
+    """Every choice goes on under the grammar that drew its first token."""
+    prompt = run.choices[0].request.prompt
+    constraint = await constraint_of(run.asked, prompt, run.parts.tokenizer, run.parts.grammars)
+    if constraint is not None:
+        for choice in run.choices:
+            choice.request = replace(choice.request, constraint=continued(constraint, choice.first))
 
 
 def _check_geometry(run: _Run, kv: KvReference | None) -> None:

@@ -45,18 +45,24 @@ class Form:
     several: bool = True
     text: Text | None = None
 
-    def source(self, id_of: IdOf) -> tuple[str, str] | None:
-        """The field that asked for a grammar, and the grammar; None where everything may come."""
+    @property
+    def field(self) -> str | None:
+        """The field that asks for a grammar; None where anything may come."""
         if self.constrained is not None:
-            calls = tool_calls(
-                self.constrained,
-                id_of,
-                text=not self.must_call,
-                several=self.several,
-                schema=None if self.text is None or self.must_call else self.text.schema,
-            )
-            return "tools", calls
-        return None if self.text is None else (self.text.field, self.text.source)
+            return "tools"
+        return None if self.text is None else self.text.field
+
+    def source(self, id_of: IdOf) -> str:
+        """The grammar, where there is one."""
+        if self.constrained is None:
+            return "" if self.text is None else self.text.source
+        return tool_calls(
+            self.constrained,
+            id_of,
+            text=not self.must_call,
+            several=self.several,
+            schema=None if self.text is None or self.must_call else self.text.schema,
+        )
 
 
 def read_form(fields: Fields, *, chat: bool) -> Form:

@@ -29,7 +29,8 @@ def _message(where: str, value: Any) -> dict[str, Any]:
     message["content"] = _content(f"{where}.content", value.get("content"), optional=role == "assistant")
     if calls:
         message["tool_calls"] = calls
-    reasoning = value.get("reasoning_content")
+    # The answers' two names; what a client sends back is one of them, or both.
+    reasoning = value.get("reasoning_content") or value.get("reasoning")
     if role == "assistant" and isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
     return message

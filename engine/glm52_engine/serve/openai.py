@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from glm52_engine.serve.errors import ApiError, bad
 from glm52_engine.serve.fields import Fields, wrong
+from glm52_engine.serve.form import Form, read_form
 from glm52_engine.serve.messages import read_messages
 
 Endpoint = Literal["chat", "completions"]
@@ -51,10 +52,6 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "echo": lambda v: v is False,
     "function_call": lambda v: v == "none",
     "functions": lambda v: v == [],
-    "guided_choice": lambda v: False,
-    "guided_grammar": lambda v: False,
-    "guided_json": lambda v: False,
-    "guided_regex": lambda v: False,
     "length_penalty": lambda v: v == 1,
     "modalities": lambda v: v == ["text"],
     "parallel_tool_calls": lambda v: True,
@@ -62,9 +59,7 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "prompt_embeds": lambda v: False,
     "prompt_logprobs": lambda v: False,
     "reasoning_effort": lambda v: False,
-    "response_format": lambda v: v == {"type": "text"},
     "return_tokens_as_token_ids": lambda v: v is False,
-    "structured_outputs": lambda v: False,
     "suffix": lambda v: v == "",
     "tool_choice": lambda v: v in ("none", "auto"),
     "tools": lambda v: v == [],
@@ -73,7 +68,9 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "verbosity": lambda v: False,
     "web_search_options": lambda v: False,
 }
-"""Known, but with an effect that this server does not have; the predicate tells the values that ask for nothing."""
+"""Known, but with an effect that this server does not have; the predicate tells the values that ask for nothing.
+
+Tools are among them for completions: chat has read them before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +111,7 @@ class Asked:
     priority: int = 0
     cache_salt: str = ""
     template: dict[str, Any] = field(default_factory=dict)
+    form: Form = field(default_factory=Form)
     ignored: tuple[str, ...] = ()
 
     @property
@@ -162,6 +160,7 @@ def read_request(endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Ask
         priority=fields.integer("priority", -MOST, MOST) or 0,
         cache_salt=fields.text("cache_salt") or "",
         template=template_variables(fields) if chat else {},
+        form=read_form(fields, chat=chat),
         ignored=_check_rest(fields),
     )
 

@@ -14,6 +14,7 @@ from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestErro
 from glm52_engine.serve.errors import ApiError, bad, unavailable
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.openai import Endpoint
+from glm52_engine.structured import GrammarCompiler
 from glm52_engine.tokenizer import Tokenizer
 from glm52_engine.transfer.agent import TransferAgent, TransferError
 from glm52_engine.transfer.fingerprint import Fingerprint
@@ -29,6 +30,7 @@ class Loaded:
 
     engine: Engine
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
     agent: TransferAgent
     holder: Holder
     puller: Puller

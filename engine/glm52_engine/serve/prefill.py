@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 from glm52_engine.runtime.types import Prefilled as EnginePrefilled
+from glm52_engine.serve.constrain import constraint_of
 from glm52_engine.serve.errors import ApiError, bad, no_number
 from glm52_engine.serve.lengths import refuse_hopeless
 from glm52_engine.serve.openai import Asked, read_request
@@ -41,10 +43,11 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
             max_model_len=pod.config.model.max_model_len,
             tokenizer=parts.tokenizer,
         )
+        constraint = await constraint_of(asked, prompt, parts.tokenizer, parts.grammars)
         if asked.ignored:
             log.warning("fields that this server does not know", extra={"request": call.id, "fields": asked.ignored})
         watch.asked(request)
-        result = await parts.engine.prefill(request)
+        result = await parts.engine.prefill(replace(request, constraint=constraint))
         watch.first_token(result.queued_seconds)
         answer = _hold(pod, parts, call.id, prompt, seed, result)
         try:

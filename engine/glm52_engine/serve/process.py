@@ -28,6 +28,7 @@ from glm52_engine.serve.load import load_engine
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.pod import Loaded, Pod
 from glm52_engine.sizing import PROPAGATION_SECONDS, unpin_seconds
+from glm52_engine.structured import GrammarCompiler
 from glm52_engine.transfer.agent import TransferAgent
 from glm52_engine.transfer.fingerprint import fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
@@ -141,6 +142,8 @@ class Process:
             loop.call_soon_threadsafe(self.life.enter, phase)
 
         engine, tokenizer, stopped = await in_thread(lambda: load_engine(self.config, self.options.role, on_phase))
+        self.life.enter("reading the vocabulary for grammars")
+        grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
         agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=lambda: len(holder))
@@ -149,7 +152,7 @@ class Process:
         print_of = fingerprint(engine)
         puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token)
         self._tasks.append(asyncio.create_task(holder.expire_forever()))
-        return Loaded(engine, tokenizer, agent, holder, puller, print_of, stopped)
+        return Loaded(engine, tokenizer, grammars, agent, holder, puller, print_of, stopped)
 
     async def _drained(self) -> None:
         # The preStop hook drains and TERM comes after it: only TERM ends the process.

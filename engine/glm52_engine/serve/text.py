@@ -23,7 +23,7 @@ def prompt_ids(asked: Asked, tokenizer: Tokenizer) -> tuple[int, ...]:
     if asked.endpoint == "completions":
         return tuple(tokenizer.encode(asked.prompt))
     try:
-        return tuple(tokenizer.encode_chat(asked.messages, **asked.template))
+        return tuple(tokenizer.encode_chat(asked.messages, tools=asked.form.tools or None, **asked.template))
     except TemplateError as error:
         raise bad(str(error), param="messages") from error
 
@@ -61,21 +61,23 @@ def new_seed() -> int:
 def engine_request(
     asked: Asked, request_id: str, prompt: tuple[int, ...], *, seed: int, max_model_len: int, tokenizer: Tokenizer
 ) -> Request:
-    """The whole request, with all of its choices; raises ApiError 400."""
+    """The whole request, with all of its choices, but for its constraint; raises ApiError 400."""
     limit = output_limit(asked, len(prompt), max_model_len)
     if asked.min_tokens > limit:
         raise bad(f"min_tokens: found {asked.min_tokens}, expected at most {limit}, max_tokens", param="min_tokens")
     strange = next((token for token, _ in asked.logit_bias if token >= tokenizer.vocab_bound), None)
     if strange is not None:
         raise bad(f"logit_bias: token id {strange} is not below {tokenizer.vocab_bound}", param="logit_bias")
+    # A grammar ends with an end token, and nothing could follow one that is ignored.
+    ignore_eos = asked.ignore_eos and asked.form.field is None
     sampling = Sampling(
         max_tokens=limit,
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
         seed=seed,
-        stop_token_ids=asked.stop_token_ids | (frozenset() if asked.ignore_eos else tokenizer.eos_ids),
-        ignore_eos=asked.ignore_eos,
+        stop_token_ids=asked.stop_token_ids | (frozenset() if ignore_eos else tokenizer.eos_ids),
+        ignore_eos=ignore_eos,
         min_p=asked.min_p,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,

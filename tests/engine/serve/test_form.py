@@ -27,14 +27,14 @@ def id_of(mark: str) -> int:
 def test_nothing_asked() -> None:
     assert form() == Form()
     assert form(tools=[], tool_choice="auto", response_format={"type": "text"}, parallel_tool_calls=True) == Form()
-    assert form().source(id_of) is None
+    assert form().field is None
 
 
 def test_tools_are_shown_and_looked_for() -> None:
     found = form(tools=[F, G])
     assert found.tools == (F, G)
     assert found.schemas == {"f": {"type": "object"}, "g": {}}
-    assert found.source(id_of) is None, "without more wishes nothing needs a grammar"
+    assert found.field is None, "without more wishes nothing needs a grammar"
 
 
 def test_tool_choice_none_hides_them() -> None:
@@ -57,11 +57,12 @@ def test_what_the_grammar_lets_the_model_call(body: Any, names: set[str], must_c
     assert (set(found.constrained), found.must_call, found.several) == (names, must_call, several)
     assert found.schemas is not None
     assert set(found.schemas) == {"f", "g"}
-    assert found.source(id_of) is not None
+    assert found.field == "tools"
+    assert all(f'"{name}"' in found.source(id_of).replace("\\", "") for name in names)
 
 
 def test_strict_tools_need_a_grammar() -> None:
-    assert form(tools=[{**F, "function": {**F["function"], "strict": True}}, G]).source(id_of) is not None
+    assert form(tools=[{**F, "function": {**F["function"], "strict": True}}, G]).field == "tools"
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,9 @@ def test_strict_tools_need_a_grammar() -> None:
 )
 @pytest.mark.parametrize("chat", [True, False])
 def test_text_that_fits(body: Any, field: str, words: str, chat: bool) -> None:
-    found = form(chat, **body).source(id_of)
-    assert found is not None
-    assert found[0] == field
-    assert words in found[1]
+    found = form(chat, **body)
+    assert found.field == field
+    assert words in found.source(id_of).replace("\\", "")
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,20 @@ class Ours:
 
 
 class Theirs:
-    """`GlmMoeDsaForCausalLM` of the same checkpoint, eager attention, and what its indexers did last.
+    """`GlmMoeDsaForCausalLM` of the same checkpoint, plain attention and experts, and what its indexers did last.
 
     `selected`: per layer [T, K]; `scores`: per full layer float32 [T, T], -inf (or next to it) after the row's token.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import GlmMoeDsaForCausalLM
 
         loaded: Any = GlmMoeDsaForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            checkpoint,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
         )
         self.model, self.info = loaded
         self.model.eval()

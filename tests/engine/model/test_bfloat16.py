@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.model.support import Ours, prompt
+from tests.engine.checkpoint.configs import random_config
+from tests.engine.checkpoint.support import random_tensors, write
+from tests.engine.model.support import Ours, Theirs, prompt
 
 
 @pytest.fixture
@@ -39,3 +41,21 @@ def test_close_to_float32_and_half_the_bytes(tiny_checkpoint: Path, bfloat16: Pa
     long = prompt(90)
     chunked = narrow.prefill(long, chunk=33)
     assert torch.corrcoef(torch.stack((chunked, narrow.all_logits(long)[-1])))[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_as_exact_as_the_published_code_in_bfloat16(tmp_path: Path, seed: int) -> None:
+    """What rounds to bfloat16 and what stays in float32 is the same: so is the distance from float32 arithmetic."""
+    config = random_config(seed) | {"dtype": "bfloat16"}
+    checkpoint = write(tmp_path / "m", config, random_tensors(config, seed))
+    wide, theirs, ours = Theirs(checkpoint), Theirs(checkpoint, torch.bfloat16), Ours(checkpoint)
+    draws = torch.Generator().manual_seed(seed)
+    # No longer than index_topk: which of two near-equal scores is taken would drown everything else.
+    prompts = [torch.randint(0, 96, (config["index_topk"],), generator=draws).tolist() for _ in range(8)]
+    exact = torch.cat([wide.all_logits(ids) for ids in prompts])
+
+    def error(logits: list[torch.Tensor]) -> float:
+        return float((torch.cat(logits).float() - exact).abs().median())
+
+    mine = error([ours.all_logits(ids) for ids in prompts])
+    assert 0 < mine < 1.15 * error([theirs.all_logits(ids) for ids in prompts])

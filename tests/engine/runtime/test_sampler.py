@@ -127,9 +127,9 @@ def oracle(logits: list[float], draw: Draw, prompt: Sequence[int], output: Seque
 
 VOCABULARY = 12
 TOKENS = st.integers(0, VOCABULARY - 1)
-# Sixteenths are exact in float32 and often equal: ties must fall to the lowest id.
-ROWS = st.integers(0, 10**6).map(
-    lambda seed: [n / 16 for n in random.Random(seed).choices(range(-40, 41), k=VOCABULARY)]
+# Sixteenths are exact in float32, and few of them often equal: ties must fall to the lowest id.
+ROWS = st.tuples(st.integers(0, 10**6), st.sampled_from([2, 10, 40])).map(
+    lambda made: [n / 16 for n in random.Random(made[0]).choices(range(-made[1], made[1] + 1), k=VOCABULARY)]
 )
 HOWS = st.builds(
     sampling,
@@ -169,6 +169,20 @@ def test_every_row_as_a_plain_loop_would_choose(cases: list[Any], candidates: in
         oracle(row, draw, prompt, output, EOS) for draw, (row, _, _, prompt, output) in zip(draws, cases, strict=True)
     ]
     assert [token.id for token in found] == expected
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.9}, {"top_k": 900, "top_p": 0.5}])
+def test_ties_at_the_border_of_the_candidates(monkeypatch: pytest.MonkeyPatch, filters: dict[str, float]) -> None:
+    """A thousand equal logits, of which any could be among the first few: the draw is the one of a full sort."""
+    logits = torch.zeros(1000)
+    logits[torch.arange(0, 1000, 7)] = 1.0
+    draws = [Draw(0, 0, sampling(**filters), seed, 0) for seed in range(30)]
+    found = {}
+    for candidates in (1, 16, 150, 10**6):
+        monkeypatch.setattr(module, "CANDIDATES", candidates)
+        found[candidates] = [one(logits, draw).id for draw in draws]
+    assert found[1] == found[16] == found[150] == found[10**6]
+    assert found[16] == [oracle(logits.tolist(), draw, (), (), EOS) for draw in draws]
 
 
 def test_penalties_count_what_the_sampler_itself_chose() -> None:

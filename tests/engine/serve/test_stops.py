@@ -60,6 +60,11 @@ def test_borders_never_change_the_text(
     assert run(pieces, stops, include=include, unarmed=unarmed) == expected
 
 
+def test_a_stop_may_begin_where_none_was_looked_for_yet() -> None:
+    assert run(["aba", "ba"], ["aba"], unarmed=1) == ("ab", "aba"), "the two overlap"
+    assert run(["aab", "b"], ["ab"], unarmed=1) == ("aabb", None)
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_every_split_of_a_text_into_two(include: bool) -> None:
     text, stops = "one\n\nUser: two 👧\n\nUser:x", ["\n\nUser:", "👧"]

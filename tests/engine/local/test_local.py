@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,70 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from tests.engine.local.running import MODEL, Running, pods
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).parents[3]
-START_SECONDS = 150
-MODEL = "glm-5.2"
-
-
-class Running:
-    def __init__(self, *args: str) -> None:
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "glm52_engine.cli", "local", "--port", "0", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "engine")},
-        )
-        self._news = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify_all()
-
-    def says(self, pattern: str, seconds: float = START_SECONDS) -> re.Match[str]:
-        limit = time.monotonic() + seconds
-        with self._news:
-            while True:
-                for line in self.lines:
-                    if match := re.search(pattern, line):
-                        return match
-                left = limit - time.monotonic()
-                assert left > 0, f"never said {pattern!r}:\n" + "\n".join(self.lines)
-                self._news.wait(left)
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
-    @property
-    def url(self) -> str:
-        return self.says(r"ready: (http://\S+)/v1").group(1)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.says(r"logs: (\S+)").group(1))
-
-    def children(self) -> dict[str, int]:
-        """Name → pid of the processes it has started."""
-        found: dict[str, int] = {}
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid:
-                    environment = (entry / "environ").read_bytes().split(b"\0")
-                    name = next(v[9:].decode() for v in environment if v.startswith(b"POD_NAME="))
-                    found[name] = int(entry.name)
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +37,6 @@ def client(running: Running) -> openai.OpenAI:
 
 def whole(client: openai.OpenAI, prompt: list[int], **more: Any) -> Any:
     return client.completions.create(model=MODEL, prompt=prompt, max_tokens=16, temperature=0, **more)
-
-
-def state(url: str, running: Running) -> dict[str, Any]:
-    token = (running.folder / "token").read_text()
-    request = urllib.request.Request(url + "/internal/v1/state", headers={INTERNAL_TOKEN_HEADER: token})
-    with urllib.request.urlopen(request, timeout=5) as response:
-        found: dict[str, Any] = json.load(response)
-        return found
-
-
-def pods(running: Running) -> dict[str, list[dict[str, Any]]]:
-    router = state(running.url, running)
-    return {role: [state(pod["url"], running) for pod in router[role]] for role in ("prefill", "decode")}
 
 
 def test_streamed_and_whole_answers_agree_several_at_once(running: Running, client: openai.OpenAI) -> None:

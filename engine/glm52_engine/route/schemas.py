@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from glm52_engine.serve.messages import ROLES
-from glm52_engine.serve.openai import (
+from glm52_engine.serve.limits import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
@@ -13,8 +12,12 @@ from glm52_engine.serve.openai import (
     MOST,
     REPETITION_PENALTY,
 )
+from glm52_engine.serve.messages import ROLES
 
 Schema = dict[str, Any]
+
+FUNCTION_NAME = "^[a-zA-Z0-9_.:/-]{1,128}$"
+"""As the parser of calls has it, which a router does not import."""
 
 FINISH_REASONS = ("stop", "length", "tool_calls")
 
@@ -98,12 +101,73 @@ SAMPLING: Schema = {
     "user": optional(TEXT, "Without effect."),
 }
 
+_FUNCTION: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": FUNCTION_NAME},
+        "description": optional(TEXT),
+        "parameters": optional({"type": "object"}, "A JSON schema; the arguments of a call are typed by it."),
+        "strict": flag("Calls fit their schemas, also where the model chooses whether to call."),
+    },
+    "required": ["name"],
+}
+
+_NAMED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": TEXT}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+
+TOOLS: Schema = {
+    "tools": optional(
+        array(
+            {
+                "type": "object",
+                "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+                "required": ["type", "function"],
+            }
+        )
+    ),
+    "tool_choice": optional({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}),
+    "parallel_tool_calls": flag("Whether an answer may hold more than one call; default true."),
+}
+
+TEXT_FORM: Schema = {
+    "response_format": optional(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+            },
+            "required": ["type"],
+        }
+    ),
+    "structured_outputs": optional(
+        {
+            "type": "object",
+            "properties": {
+                "json": {"type": ["object", "string"]},
+                "json_object": {"type": "boolean"},
+                "regex": TEXT,
+                "choice": array(TEXT, minItems=1),
+                "grammar": TEXT,
+            },
+        },
+        "vLLM's name for text that has to fit: one of its fields.",
+    ),
+}
+
 USAGE = closed(
     {
         "prompt_tokens": COUNT,
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
         "prompt_tokens_details": closed({"cached_tokens": COUNT}),
+        "completion_tokens_details": closed({"reasoning_tokens": COUNT}),
     }
 )
 
@@ -162,7 +226,8 @@ def components(model: str) -> Schema:
             {
                 "role": {"const": "assistant"},
                 "content": {"type": ["string", "null"]},
-                "reasoning_content": {"type": ["string", "null"]},
+                "reasoning_content": TEXT,
+                "reasoning": {**TEXT, "description": "The same as reasoning_content, under vLLM's name."},
                 "refusal": {"type": "null"},
                 "tool_calls": array(ref("ToolCall")),
             },
@@ -199,6 +264,8 @@ def _chat_fields() -> Schema:
     return {
         "messages": array(ref("Message"), minItems=1),
         **SAMPLING,
+        **TOOLS,
+        **TEXT_FORM,
         "max_completion_tokens": integer(1, MOST, "max_tokens under its newer name."),
         "logprobs": flag("Log probabilities of the answer's tokens."),
         "top_logprobs": integer(0, MAX_LOGPROBS, "Likeliest tokens beside each; only with logprobs: true."),
@@ -213,6 +280,7 @@ def _completion_fields() -> Schema:
     return {
         "prompt": prompt,
         **SAMPLING,
+        **TEXT_FORM,
         "logprobs": integer(0, MAX_LOGPROBS, "Likeliest tokens beside each of the answer."),
         "echo": flag("Repeats the prompt before the answer."),
     }

@@ -109,15 +109,13 @@ class Shape:
         return self._chunk([], self._usage(tokens))
 
     def _usage(self, tokens: Tokens) -> dict[str, Any]:
-        usage = {
+        return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": tokens.all,
             "total_tokens": self._prompt_tokens + tokens.all,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": tokens.reasoning},
         }
-        if self._asked.endpoint == "chat":
-            usage["completion_tokens_details"] = {"reasoning_tokens": tokens.reasoning}
-        return usage
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._asked.endpoint == "chat" else "text_completion"

@@ -63,7 +63,7 @@ class RunningPod:
         return self.engine.stats().blocks_free
 
     def idle(self) -> bool:
-        return self.free == self.engine.num_blocks and self.process.life.in_flight == 0
+        return self.free == self.engine.stats().blocks_total and self.process.life.in_flight == 0
 
     async def end(self) -> int:
         self.process.terminate("test")
@@ -115,6 +115,7 @@ class Builder:
         self._monkeypatch = monkeypatch
         self._tokenizer = tokenizer
         self.session = session
+        self.max_model_len = 128
         self._tasks: list[asyncio.Task[int]] = []
         self._processes: list[Process] = []
 
@@ -131,7 +132,7 @@ class Builder:
 
         self._monkeypatch.setattr(process, "load_engine", load)
         options = ServeOptions(role=role, config="", token_file="", host="127.0.0.1", port=0, propagation=0)
-        running = Process(options, config(window=window), TOKEN, bind("127.0.0.1", 0))
+        running = Process(options, config(window=window, max_model_len=self.max_model_len), TOKEN, bind("127.0.0.1", 0))
         task = asyncio.create_task(running.run(), name="pod")
         self._processes.append(running)
         self._tasks.append(task)

@@ -45,7 +45,8 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
         )
         constraint = await constraint_of(asked, prompt, parts.tokenizer, parts.grammars)
         if asked.ignored:
-            log.warning("fields that this server does not know", extra={"request": call.id, "fields": asked.ignored})
+            names = [name[:40] for name in asked.ignored[:20]]
+            log.warning("fields that this server does not know", extra={"request": call.id, "fields": names})
         watch.asked(request)
         result = await parts.engine.prefill(replace(request, constraint=constraint))
         watch.first_token(result.queued_seconds)

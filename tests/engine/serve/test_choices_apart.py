@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+from typing import Any
 
 import pytest
 
-from tests.engine.serve.deployment import PROMPT, Builder, body, events, until
+from tests.engine.serve.deployment import MODEL, PROMPT, Builder, body, events, until
 from tests.engine.serve.fakes import FakeEngine, expected_text
 
 
@@ -17,6 +20,22 @@ async def test_more_choices_than_fit_at_once_take_turns(build: Builder) -> None:
         for answer in await asyncio.gather(*(made.post("/v1/completions", body(n=5)) for _ in range(2))):
             texts = [choice["text"] for choice in answer.json()["choices"]]
             assert texts == [expected_text(PROMPT, 12, choice) for choice in range(5)]
+    await made.idle()
+
+
+async def test_odd_strings_anywhere_break_nothing(build: Builder, caplog: pytest.LogCaptureFixture) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine()])
+    half = "a\ud83d b\u0000"
+    sent = {"stop": half, "user": half, "cache_salt": half, half: half, "chat_template_kwargs": None}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": half, half: half}], "max_tokens": 4, **sent}
+    with caplog.at_level(logging.WARNING):
+        for more in ({}, {"stream": True}):
+            raw, kind = json.dumps({**chat, **more}).encode(), {"content-type": "application/json"}
+            answer = await made.post("/v1/chat/completions", raw, headers=kind)
+            assert answer.status == 200, answer.raw
+            answer.raw.decode()
+    told = [record for record in caplog.records if "does not know" in record.getMessage()]
+    assert [record.__dict__["fields"] for record in told] == [["a\ufffd b\u0000"]] * 2
     await made.idle()
 
 
@@ -32,6 +51,22 @@ async def test_a_lost_client_frees_every_choice(build: Builder) -> None:
 def _mixed(engine: FakeEngine) -> bool:
     stats = engine.stats()
     return stats.running > 0 and stats.waiting > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 1, "seed": 3}, {"stop": "x", "max_tokens": 1}])
+async def test_an_end_as_the_very_first_token(build: Builder, stream: bool, more: dict[str, Any]) -> None:
+    """Prefill draws it; decode has nothing left to do and still gives the whole answer, once."""
+    made = await build.deployment([FakeEngine(ends_after=0)], [FakeEngine()])
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = await made.post("/v1/completions", body(**more, **options))
+    assert answer.status == 200
+    parts = events(answer.raw)[:-1] if stream else [answer.json()]
+    choices, last = [choice for part in parts for choice in part["choices"]], parts[-1]
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("", "stop")] * more.get("n", 1)
+    assert last["usage"]["completion_tokens"] == more.get("n", 1)
+    assert made.decode[0].engine.decoded == []
+    await made.idle()
 
 
 @pytest.mark.parametrize("at", [0, 3])

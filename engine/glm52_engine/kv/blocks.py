@@ -88,6 +88,12 @@ class BlockAllocator:
         for key, block in zip(keys, blocks, strict=False):
             self._prefixes.add(key, block)
 
+    def distrust(self, owner: str) -> None:
+        """The KV of the owner's blocks may be wrong: nobody new finds any of them."""
+        for block in self._owned.get(owner, ()):
+            if block in self._prefixes:
+                self._prefixes.drop(block)
+
     def free(self, owner: str) -> None:
         """Let go of everything of an owner; a second time is an error: the blocks may have a new owner by then."""
         try:

@@ -324,8 +324,12 @@ class LocalEngine:
     def _ended(self, record: Record, event: Event) -> None:
         """The rank no longer touches this sequence."""
         token = event.token
-        # Also of a prompt that was given up half-way: its client often asks again.
-        self._admission.publish(record.key, record.prefix[: event.computed // self._limits.block_size])
+        if token is not None and token.finish == "error":
+            # Logits that are no numbers come from KV that is none: cached, it would fail every prompt that begins so.
+            self._admission.distrust(record.key)
+        else:
+            # Also of a prompt that was given up half-way: its client often asks again.
+            self._admission.publish(record.key, record.prefix[: event.computed // self._limits.block_size])
         if record.prefill and token is not None and not record.closing:
             record.state = "held"
             self._admission.leave_seat(record.key)

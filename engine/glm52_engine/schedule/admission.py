@@ -152,6 +152,10 @@ class Admission:
         self._ranks[self._place[key]].allocator.publish(key, prefix)
         self._changed = True
 
+    def distrust(self, key: str) -> None:
+        """The request came to no good: prompts that begin like it are computed anew."""
+        self._ranks[self._place[key]].allocator.distrust(key)
+
     def leave_seat(self, key: str) -> None:
         """Give the seat back and keep the blocks: a finished prefill whose KV has not been fetched yet."""
         self._ranks[self._place[key]].leave_seat(key)

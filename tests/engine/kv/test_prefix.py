@@ -111,6 +111,14 @@ class SharedBlocks(RuleBasedStateMachine):
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.owners)))
+        self.blocks.distrust(owner)
+        bad = self.owners[owner].blocks
+        self.named = {name: block for name, block in self.named.items() if block not in bad}
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(sorted(self.owners)))
         gone = self.owners.pop(owner).blocks

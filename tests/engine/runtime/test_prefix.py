@@ -115,6 +115,33 @@ async def test_a_prompt_given_up_half_way_leaves_what_it_had_computed(maker: Mak
     assert idle(engine)
 
 
+class Broken(ContentModel):
+    """Its logits are no numbers while it is `broken`."""
+
+    broken = False
+
+    def forward(self, step: Any, pool: Any) -> torch.Tensor:
+        logits = super().forward(step, pool)
+        return logits * torch.nan if self.broken else logits
+
+
+async def test_a_failed_request_takes_what_it_shared_out_of_the_cache(maker: Maker) -> None:
+    """Or one bad block would fail every prompt that begins like it, for as long as they keep coming."""
+    model = Broken(maker.spec.vocab_size)
+    async with maker.running(model=model) as engine:
+        found = []
+        for name, broken in (("a", False), ("b", True), ("c", False), ("d", False)):
+            model.broken = broken
+            prefilled = await engine.prefill(greedy(name, (*HEAD, *name.encode()), 5))
+            assert (prefilled.token.finish == "error") == broken
+            found.append(prefilled.cached_tokens)
+            engine.check_integrity()
+        assert found == [0, len(HEAD), 0, len(HEAD)]
+        for name in "abcd":
+            engine.release(name)
+        assert idle(engine)
+
+
 async def finished(maker: Maker, requests: list[Request], **options: Any) -> list[str]:
     """Ids in the order in which their prefills end, all having arrived at once."""
     engine = maker.make(model=ContentModel(maker.spec.vocab_size), **options)

@@ -75,7 +75,8 @@ def setup(part: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": f"glm52-{part}"}
-        provider = TracerProvider(resource=Resource.create(named))
+        # At the exit we flush, for a limited time; the library's own way would wait for a collector that is away.
+        provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except Exception as error:
         words = "no traces: they are configured and cannot be made; install glm52-engine[trace] or unset the variable"

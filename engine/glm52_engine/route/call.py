@@ -13,7 +13,7 @@ from aiohttp import web
 
 from glm52_engine.route.legs import LegFailed
 from glm52_engine.serve.errors import ApiError
-from glm52_engine.serve.openai import Endpoint
+from glm52_engine.serve.limits import Endpoint
 
 PublicEndpoint = Endpoint | Literal["tokenize", "detokenize"]
 

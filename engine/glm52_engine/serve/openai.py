@@ -5,25 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from glm52_engine.serve.errors import ApiError, bad
 from glm52_engine.serve.fields import Fields, wrong
 from glm52_engine.serve.form import Form, read_form
+from glm52_engine.serve.limits import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MOST,
+    REPETITION_PENALTY,
+    Endpoint,
+)
 from glm52_engine.serve.messages import read_messages
-
-Endpoint = Literal["chat", "completions"]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat has none and may use the rest of the context."""
 
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024
-MOST = 2**31 - 1
-REPETITION_PENALTY = (0.01, 100.0)
-"""Logits are divided by it: what is closer to 0 would make them infinite."""
 
 _HARMLESS = frozenset(
     {

@@ -12,8 +12,8 @@ from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
 from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestError, Token
 from glm52_engine.serve.errors import ApiError, bad, unavailable
+from glm52_engine.serve.limits import Endpoint
 from glm52_engine.serve.metrics import Metrics
-from glm52_engine.serve.openai import Endpoint
 from glm52_engine.structured import GrammarCompiler
 from glm52_engine.tokenizer import Tokenizer
 from glm52_engine.transfer.agent import TransferAgent, TransferError

@@ -21,7 +21,7 @@ COMPILING_THREADS = 2
 
 # The library counts work and memory instead of time. A lexer state is one or two kB, and a sequence has its own lexer.
 # A row of the parser holds two items for every optional property of an object.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, max_items_in_row=10_000, verbose_errors=False)
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, max_items_in_row=10_000, verbose_errors=False)
 
 
 @dataclass(frozen=True, slots=True)

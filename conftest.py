@@ -11,15 +11,19 @@ import pytest
 from e2e.cluster import Cluster, attach
 from e2e.kube import Kubectl
 
-ORACLE = ("tests/engine/model/", "tests/engine/tokenizer/")
+GROUPS = {
+    "oracle": ("tests/engine/model/", "tests/engine/tokenizer/"),
+    "chat": ("e2e/test_serving.py", "e2e/test_scale.py"),
+}
+"""Files that one worker runs: the first import transformers, which takes ten seconds; the second share a deployment."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for pytest-xdist: a file each, and one for what imports transformers, which takes ten seconds."""
+    """Groups for pytest-xdist: a file each, but for `GROUPS`."""
     for item in items:
         file = item.nodeid.split("::", 1)[0]
-        group = "oracle" if file.startswith(ORACLE) else file
+        group = next((name for name, files in GROUPS.items() if file.startswith(files)), file)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -67,7 +67,22 @@ def cluster() -> int:
 
 
 def e2e() -> int:
-    code = run(PYTHON, "-m", "pytest", "-q", "tests", "e2e", "-m", "cluster", "--durations=15")
+    # Most of a cluster test is waiting for the kubelet: two at a time, each file in namespaces of its own.
+    code = run(
+        PYTHON,
+        "-m",
+        "pytest",
+        "-q",
+        "tests",
+        "e2e",
+        "-m",
+        "cluster",
+        "--durations=15",
+        "-n",
+        "2",
+        "--dist",
+        "loadgroup",
+    )
     if code:
         logs = ROOT / "build/cluster-logs"
         run(PYTHON, "-m", "e2e.cluster", "logs", logs)

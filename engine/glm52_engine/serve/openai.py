@@ -88,6 +88,8 @@ class Asked:
     echo: bool = False
     n: int = 1
     max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    """Under which of its two names the client gave it."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -129,6 +131,7 @@ def read_request(endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Ask
     _check_best_of(fields, chat, n)
     logprobs = _chat_logprobs(fields) if chat else fields.integer("logprobs", 0, MAX_LOGPROBS)
     include_usage, usage_in_chunks = _stream_options(fields, stream)
+    max_tokens, max_tokens_field = _max_tokens(fields, chat)
     return Asked(
         endpoint=endpoint,
         model=model,
@@ -136,7 +139,8 @@ def read_request(endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Ask
         prompt="" if chat else _prompt(fields.take("prompt")),
         echo=False if chat else _echo(fields, logprobs),
         n=n,
-        max_tokens=_max_tokens(fields, chat),
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
         min_tokens=fields.integer("min_tokens", 0, MOST) or 0,
         temperature=_or(fields.number("temperature", 0, 2), 1.0),
         top_p=_or(fields.number("top_p", 0, 1, above_low=True), 1.0),
@@ -182,14 +186,16 @@ def check_model(fields: Fields, model: str) -> None:
         )
 
 
-def _max_tokens(fields: Fields, chat: bool) -> int | None:
+def _max_tokens(fields: Fields, chat: bool) -> tuple[int | None, str]:
+    """The limit and the name of its field."""
     # The upper bound is the context, which is checked when the prompt's length is known.
     old = fields.integer("max_tokens", 1, MOST)
     new = fields.integer("max_completion_tokens", 1, MOST) if chat else None
     if old is not None and new is not None and old != new:
         raise bad("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-    asked = new if new is not None else old
-    return asked if chat or asked is not None else COMPLETION_MAX_TOKENS
+    if new is not None:
+        return new, "max_completion_tokens"
+    return old if chat or old is not None else COMPLETION_MAX_TOKENS, "max_tokens"
 
 
 def _check_best_of(fields: Fields, chat: bool, n: int) -> None:
@@ -244,14 +250,14 @@ def template_variables(fields: Fields) -> dict[str, Any]:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    biases = []
+    biases: dict[int, float] = {}
     for name, value in fields.object("logit_bias").items():
         if not re.fullmatch(r"[0-9]{1,9}", name):
             raise bad(f"logit_bias: found the key {name[:40]!r}, expected a token id", param="logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise bad(f"logit_bias.{name}: found {str(value)[:40]}, expected -100 to 100", param="logit_bias")
-        biases.append((int(name), float(value)))
-    return tuple(biases)
+        biases[int(name)] = float(value)
+    return tuple(biases.items())
 
 
 def _stop(value: Any) -> tuple[str, ...]:

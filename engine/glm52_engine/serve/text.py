@@ -47,8 +47,8 @@ def output_limit(asked: Asked, prompt_tokens: int, max_model_len: int) -> int:
     if asked.max_tokens > room:
         raise bad(
             f"this model's context is {max_model_len} tokens; the prompt has {prompt_tokens}"
-            f" and max_tokens asks for {asked.max_tokens}",
-            param="max_tokens",
+            f" and {asked.max_tokens_field} asks for {asked.max_tokens}",
+            param=asked.max_tokens_field,
             code="context_length_exceeded",
         )
     return asked.max_tokens

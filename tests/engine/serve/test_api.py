@@ -85,6 +85,7 @@ async def test_a_stream_says_the_same_chunk_by_chunk(made: Deployment) -> None:
         "completion_tokens": 12,
         "total_tokens": 35,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert all(chunk["usage"] is None for chunk in chunks)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected_text(PROMPT, 12)

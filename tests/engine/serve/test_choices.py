@@ -89,6 +89,7 @@ async def test_choices_share_one_prefill(made: Deployment, stream: bool) -> None
         "completion_tokens": 36,
         "total_tokens": 59,
         "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert prefill.engine.computed - computed == 23
     assert decode.process.pod.counters.pulls - pulls == 3
@@ -196,6 +197,13 @@ async def test_output_fills_the_context_when_nothing_limits_it(made: Deployment)
     assert usage["total_tokens"] == 128
     answer = await made.post("/v1/completions", {"model": MODEL, "prompt": PROMPT})
     assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+async def test_a_limit_is_named_as_the_client_names_it(made: Deployment) -> None:
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = await made.post("/v1/chat/completions", {**chat, name: 10**6})
+        assert (answer.status, answer.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,7 @@ def test_every_sampling_field_is_read() -> None:
     assert {name: getattr(asked, name) for name in sent} == sent
     assert read_request("chat", chat(top_k=-1), MODEL).top_k == 0
     assert read_request("chat", chat(logit_bias={"7": -100, "12": 1.5}), MODEL).logit_bias == ((7, -100.0), (12, 1.5))
+    assert read_request("chat", chat(logit_bias={"7": 1, "07": 2}), MODEL).logit_bias == ((7, 2.0),)
     assert read_request("chat", chat(logprobs=True), MODEL).logprobs == 0
     assert read_request("chat", chat(logprobs=True, top_logprobs=20), MODEL).logprobs == 20
     assert read_request("chat", chat(logprobs=False), MODEL).logprobs is None
@@ -293,7 +294,8 @@ def test_prompts_that_are_none(prompt: Any) -> None:
 def test_defaults() -> None:
     assert read_request("completions", completion(), MODEL).max_tokens == 16
     assert read_request("chat", chat(), MODEL).max_tokens is None
-    assert read_request("chat", chat(max_completion_tokens=7), MODEL).max_tokens == 7
+    asked = read_request("chat", chat(max_completion_tokens=7), MODEL)
+    assert (asked.max_tokens, asked.max_tokens_field) == (7, "max_completion_tokens")
 
 
 def test_fields_without_effect_are_taken() -> None:

@@ -29,6 +29,7 @@ async def test_a_completion_is_computed_once_and_its_kv_crosses(build: Builder) 
         "completion_tokens": 12,
         "total_tokens": 35,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert answer.json()["id"] == answer.headers["x-request-id"]
     await made.idle()

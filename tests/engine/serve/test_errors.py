@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from glm52_engine.lifecycle.logs import JsonFormatter
 from glm52_engine.runtime.types import Blocks, EngineBusy, Prefilled, Request
 from tests.engine.serve.deployment import (
     HEADERS,
@@ -169,6 +172,25 @@ async def test_request_ids_are_taken_given_and_told_everywhere(deployed: Deploym
     same = await asyncio.gather(*(asked("twice") for _ in range(4)))
     assert [found for found, _ in same] == ["twice"] * 4
     assert len({answer["id"] for _, answer in same}) == 4
+
+
+@module_loop
+async def test_every_log_line_about_a_request_has_its_id(deployed: Deployment) -> None:
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(JsonFormatter("test"))
+    root, level = logging.getLogger(), logging.getLogger().level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        await deployed.post("/v1/completions", body(), headers={"x-request-id": "mine"})
+        await deployed.idle()
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    ids = {line["message"]: line.get("request_id") for line in found}
+    assert ids == {"prefilled": "mine", "answered": "mine", "request": "mine"}
 
 
 class Busy(FakeEngine):

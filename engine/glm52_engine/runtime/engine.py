@@ -41,6 +41,9 @@ RETRY_SECONDS = 5
 MOST_RETRY_SECONDS = 60
 """What a refused client is told while the queue's speed is unknown, and at most: pods come and go meanwhile."""
 
+LONG_PROMPT = 16_384
+"""Tokens from which the keys of a prompt are made on a thread: a million take the event loop a tenth of a second."""
+
 
 class LocalEngine:
     """See `Engine` for the contract; `load` makes one from a checkpoint.
@@ -130,7 +133,8 @@ class LocalEngine:
 
     async def prefill(self, request: Request) -> Prefilled:
         check_request(request, self._limits, stored_tokens=len(request.prompt))
-        record = self._submit(request, prefill=True, stored_tokens=len(request.prompt))
+        keys = await self._prefix_of(request) if self._prefix_cache else ()
+        record = self._submit(request, prefill=True, stored_tokens=len(request.prompt), prefix=keys)
         result = await self._outcome(record)
         assert isinstance(result, Prefilled)
         return result
@@ -218,7 +222,13 @@ class LocalEngine:
 
     # Everything below runs on the event loop, except _post.
 
-    def _submit(self, request: Request, *, prefill: bool, stored_tokens: int) -> Record:
+    async def _prefix_of(self, request: Request) -> tuple[bytes, ...]:
+        salt = json.dumps([self.layout, request.cache_salt], sort_keys=True).encode()
+        if len(request.prompt) < LONG_PROMPT:
+            return prefix_keys(request.prompt, self._limits.block_size, salt)
+        return await asyncio.to_thread(prefix_keys, request.prompt, self._limits.block_size, salt)
+
+    def _submit(self, request: Request, *, prefill: bool, stored_tokens: int, prefix: tuple[bytes, ...] = ()) -> Record:
         if self._stopped or self.failure() is not None:
             raise EngineStopped("the engine takes no requests any more") from self.failure()
         if request.id in self._records:
@@ -227,14 +237,11 @@ class LocalEngine:
             raise self._busy()
         self._loop = asyncio.get_running_loop()
         key = f"{request.id}#{next(self._keys)}"
-        record = Record(key, request, prefill, self._loop.create_future(), came=time.monotonic())
+        record = Record(key, request, prefill, self._loop.create_future(), time.monotonic(), prefix)
         blocks = blocks_for(stored_tokens, self._limits.block_size)
-        if prefill and self._prefix_cache:
-            salt = json.dumps([self.layout, request.cache_salt], sort_keys=True)
-            record.prefix = prefix_keys(request.prompt, self._limits.block_size, salt.encode())
         self._records[request.id] = self._by_key[record.key] = record
         # The last token is always computed: its logits choose the first one of the output.
-        known = record.prefix[: (len(request.prompt) - 1) // self._limits.block_size]
+        known = prefix[: (len(request.prompt) - 1) // self._limits.block_size]
         work = blocks if prefill else 0
         self._admission.submit(record.key, blocks, priority=request.priority, prefix=known, work=work)
         self._admit()

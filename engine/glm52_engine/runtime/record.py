@@ -27,8 +27,8 @@ class Record:
     prefill: bool
     done: asyncio.Future[Prefilled | Blocks]
     came: float
-    seated: float = 0.0
     prefix: tuple[bytes, ...] = ()
+    seated: float = 0.0
     state: State = "waiting"
     grant: Grant | None = None
     closing: bool = False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 import torch
 
+from glm52_engine.runtime import engine as engine_module
 from glm52_engine.runtime.types import EngineBusy, Prefilled, Request, Token
 from tests.engine.model.support import TOLERANCE, prompt
 from tests.engine.runtime.content import ContentModel, turn
@@ -206,4 +208,23 @@ async def test_prefills_that_run_at_once_do_not_share_what_is_not_computed_yet(m
         assert (await engine.prefill(greedy("r2", (*HEAD, 2), 5))).cached_tokens == len(HEAD)
         for n in range(3):
             engine.release(f"r{n}")
+        assert idle(engine)
+
+
+async def test_a_long_prompts_keys_are_made_off_the_event_loop(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    keys = engine_module.prefix_keys
+
+    def noted(*arguments: Any) -> tuple[bytes, ...]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return keys(*arguments)
+
+    monkeypatch.setattr(engine_module, "prefix_keys", noted)
+    monkeypatch.setattr(engine_module, "LONG_PROMPT", len(HEAD))
+    async with maker.running() as engine:
+        for name, request in (("short", HEAD[:-1]), ("long", HEAD), ("again", HEAD)):
+            prefilled = await engine.prefill(greedy(name, request, 5))
+            engine.release(name)
+        assert threads == [True, False, False]
+        assert prefilled.cached_tokens == len(HEAD) - BLOCK
         assert idle(engine)

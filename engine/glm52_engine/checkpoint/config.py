@@ -107,7 +107,7 @@ class ModelSpec:
     @property
     def full_layers(self) -> tuple[int, ...]:
         """Layers with their own indexer, hence with an index key per token."""
-        return tuple(layer for layer, kind in enumerate(self.indexer_types) if kind == "full")
+        return tuple(_full(self.indexer_types))
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
@@ -233,12 +233,18 @@ def _indexer_types(fields: Fields, layers: int) -> tuple[IndexerType, ...]:
     name, types = next(iter(found.items()))
     for other, value in found.items():
         if value != types:
-            fields.refuse(other, value, f"the same schedule as {name}: {types}")
+            fields.refuse(
+                other, _full(value), f"the same schedule as {name}, which has these full layers: {_full(types)}"
+            )
     if len(types) != layers:
         fields.refuse(name, f"{len(types)} entries", f"{layers} (num_hidden_layers)")
     if types[0] != "full":
         fields.refuse(name, types[0], "'full' for layer 0: a shared layer reuses the selection of a full one before it")
     return types
+
+
+def _full(types: tuple[IndexerType, ...]) -> list[int]:
+    return [layer for layer, kind in enumerate(types) if kind == "full"]
 
 
 def _kind(full: bool) -> IndexerType:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from glm52_engine.config import ConfigError
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring = 4, 16, 16, 200
+"""A value may be megabytes long or a thousand levels deep; what is read of a message is its beginning."""
+
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """The object in a JSON file, `what` says in errors what it should be; raises ConfigError."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected {what}") from error
     except (ValueError, RecursionError) as error:
@@ -32,7 +37,7 @@ class Fields:
         self._within = within
 
     def refuse(self, name: str, found: object, expected: str) -> NoReturn:
-        raise ConfigError(f"{self._path}: {self._within}{name}: found {found!r}; expected {expected}")
+        raise ConfigError(f"{self._path}: {self._within}{name}: found {_SHORT.repr(found)}; expected {expected}")
 
     def get(self, name: str, expected: str) -> Any:
         if name not in self.raw:

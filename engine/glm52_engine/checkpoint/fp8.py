@@ -30,9 +30,20 @@ def dequantize_into(out: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     """Write weight × scale to `out`; all three begin at the same block row, `out` and `weight` have the same shape.
 
     The product is taken in float32 and rounded once. Row of blocks by row of blocks, so what is held beside the
-    arguments is 128 × in float32 values at most.
+    arguments is 128 rows in float32 (and on CPU their indices and their product).
     """
     columns = weight.shape[1]
     for block, scales in enumerate(scale):
         rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-        out[rows] = weight[rows].float() * scales.repeat_interleave(FP8_BLOCK)[:columns]
+        out[rows] = _float(weight[rows]) * scales.repeat_interleave(FP8_BLOCK)[:columns]
+
+
+_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""Of every byte."""
+
+
+def _float(weight: torch.Tensor) -> torch.Tensor:
+    if weight.device.type != "cpu":
+        return weight.float()
+    # torch's own cast takes one element at a time on CPU: a table is five times as fast.
+    return _VALUES.index_select(0, weight.flatten().view(torch.uint8).int()).view(weight.shape)

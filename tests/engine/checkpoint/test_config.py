@@ -109,6 +109,14 @@ def test_contradictions_are_refused(change: Config, message: str) -> None:
     assert message in refusal(GLM_5_2 | change)
 
 
+def test_a_huge_value_is_not_repeated_whole() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in ("x" * 1_000_000, deep, list(range(100_000)), 10**4000):
+        assert len(refusal(GLM_5_2 | {"hidden_size": value})) < 500
+
+
 def test_rope_theta_nested_at_the_top_or_both() -> None:
     bare = without(GLM_5, "rope_parameters")
     nested = {"rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"}}

@@ -323,6 +323,8 @@ class LocalEngine:
                 record.stream.put(event.token)
             if event.ended:
                 self._ended(record, event)
+            elif event.token is None:
+                self._publish(record, event.computed)
         if self.failure() is not None:
             self._abort_all()
         else:
@@ -336,7 +338,7 @@ class LocalEngine:
             self._admission.distrust(record.key)
         else:
             # Also of a prompt that was given up half-way: its client often asks again.
-            self._admission.publish(record.key, record.prefix[: event.computed // self._limits.block_size])
+            self._publish(record, event.computed)
         if record.prefill and token is not None and not record.closing:
             record.state = "held"
             self._admission.leave_seat(record.key)
@@ -356,6 +358,10 @@ class LocalEngine:
         if record.stream is not None and token is None:
             record.stream.abort()
         self._forget(record)
+
+    def _publish(self, record: Record, computed: int) -> None:
+        """Full blocks among the first `computed` tokens of the prompt are there for others."""
+        self._admission.publish(record.key, record.prefix[: computed // self._limits.block_size])
 
     def _close(self, record: Record) -> None:
         """End a request wherever it stands; more than once is harmless."""

@@ -47,7 +47,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one sequence: a token, or its end, or both. `token` is None when it was aborted.
+    """News of one sequence: more of its prompt, a token, or its end. The end without a token is that of an abort.
 
     `computed`: leading tokens of the prompt whose KV is certainly there; 0 when that is unknown. `others`: the first
     tokens of the choices behind the first one.
@@ -206,11 +206,13 @@ class Rank:
                 self.counters.prompt_tokens_computed += len(span.tokens)
         # Counted before its tokens are reported: whoever has a token may read the counters and must find its step.
         self.counters.steps += 1
-        self._emit([s for s, span in zip(sequences, spans, strict=True) if span.wants_logits], logits)
+        news = [Event(s.key, None, False, s.computed) for s in sequences if s.computed < len(s.prompt)]
+        news += self._sampled([s for s, span in zip(sequences, spans, strict=True) if span.wants_logits], logits)
+        self._post(news)
         self._waiting_since = time.monotonic()
 
-    def _emit(self, sequences: Sequence[Running], logits: torch.Tensor) -> None:
-        """Sample a token for each choice of each and report them; a sequence leaves the rank with its last one."""
+    def _sampled(self, sequences: Sequence[Running], logits: torch.Tensor) -> list[Event]:
+        """A token for each choice of each; a sequence leaves the rank with its last one."""
         draws = [
             Draw(
                 row,
@@ -233,8 +235,7 @@ class Rank:
                 del self._running[sequence.seat]
             events.append(Event(sequence.key, sequence.last, ended, sequence.computed, tuple(others)))
         self.counters.tokens_generated += len(draws)
-        if events:
-            self._post(events)
+        return events
 
 
 def _span(sequence: Running, planned: Planned) -> Span:

@@ -117,6 +117,22 @@ async def test_a_prompt_given_up_half_way_leaves_what_it_had_computed(maker: Mak
     assert idle(engine)
 
 
+async def test_a_prompt_finds_what_is_computed_of_one_that_still_runs(maker: Maker) -> None:
+    engine = maker.make(model=ContentModel(maker.spec.vocab_size), step_tokens=2 * BLOCK + 3)
+    first = asyncio.ensure_future(engine.prefill(greedy("a", (*HEAD, 1), 5)))
+    await asyncio.sleep(0)
+    turn(engine)
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(engine.prefill(greedy("b", (*HEAD, 2), 5)))
+    while not (first.done() and second.done()):
+        await asyncio.sleep(0)
+        turn(engine)
+    assert (first.result().cached_tokens, second.result().cached_tokens) == (0, 2 * BLOCK)
+    engine.release("a")
+    engine.release("b")
+    assert idle(engine)
+
+
 class Broken(ContentModel):
     """Its logits are no numbers while it is `broken`."""
 

@@ -102,7 +102,10 @@ GLM_5_2_FP8: Config = GLM_5_2 | {
 
 
 def random_config(seed: int) -> Config:
-    """A small model in float32, every size drawn: what only one of two equal sizes can do shows with unequal ones."""
+    """A small model in float32, every size drawn: what only one of two equal sizes can do shows with unequal ones.
+
+    The schedule of indexers is written in one of three ways: as a list, as GLM-5's files do (not at all), as numbers.
+    """
     draw = random.Random(seed)
     layers = draw.randint(3, 6)
     nope, rope = draw.choice((8, 12, 24)), draw.choice((4, 8, 16))
@@ -110,7 +113,12 @@ def random_config(seed: int) -> Config:
     kept = draw.randint(1, groups)
     group_size = draw.randint(2, 4)
     heads = draw.choice((1, 2, 3, 5))
-    return GLM_5_2 | {
+    schedules: tuple[Config, ...] = (
+        {"indexer_types": ["full"] + [draw.choice(("full", "shared")) for _ in range(layers - 1)]},
+        {},
+        {"index_topk_freq": draw.randint(2, 3), "index_skip_topk_offset": draw.randint(1, 3)},
+    )
+    return {**GLM_5, **schedules[seed % 3]} | {
         "dtype": "float32",
         "eos_token_id": [90, 91, 92],
         "pad_token_id": 90,
@@ -120,13 +128,9 @@ def random_config(seed: int) -> Config:
         "index_head_dim": rope + draw.choice((4, 8, 16)),
         "index_n_heads": draw.choice((8, 12)),
         "index_topk": draw.choice((5, 8, 13)),
-        "index_topk_freq": None,
-        "index_skip_topk_offset": None,
-        "indexer_types": ["full"] + [draw.choice(("full", "shared")) for _ in range(layers - 1)],
         "intermediate_size": draw.choice((24, 56)),
         "kv_lora_rank": draw.choice((16, 24, 40)),
         "max_position_embeddings": 4096,
-        "mlp_layer_types": None,
         "moe_intermediate_size": draw.choice((12, 20)),
         "n_group": groups,
         "topk_group": kept,

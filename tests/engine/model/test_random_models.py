@@ -12,7 +12,7 @@ import torch
 
 from glm52_engine.model import Span
 from tests.engine.checkpoint.configs import random_config
-from tests.engine.checkpoint.support import random_tensors, write
+from tests.engine.checkpoint.support import random_tensors, spec_of, write
 from tests.engine.model.support import Ours, Theirs
 
 SEEDS = range(6)
@@ -80,7 +80,7 @@ def chosen(row: torch.Tensor) -> list[int]:
 
 def test_logits_and_selections(case: Case) -> None:
     assert case.first_tie > 3 * case.k
-    assert len(case.scores) == case.config["indexer_types"].count("full")
+    assert len(case.scores) == len(spec_of(case.config).full_layers)
     for length in (1, case.k - 1, case.k, case.k + 1, len(case.ids)):
         trace: list[torch.Tensor] = []
         logits = case.ours.all_logits(case.ids[:length], trace)

@@ -155,7 +155,7 @@ class SharedBlocks(RuleBasedStateMachine):
 
 
 TestSharedBlocks = SharedBlocks.TestCase
-TestSharedBlocks.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestSharedBlocks.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_the_start_of_a_prefix_is_evicted_last() -> None:

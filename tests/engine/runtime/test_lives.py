@@ -170,7 +170,7 @@ class Lives(RuleBasedStateMachine):
 def test_lives(maker: Maker) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         type("LivesOfMaker", (Lives,), {"maker": maker}),
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=25, stateful_step_count=40, deadline=None),
     )
 
 

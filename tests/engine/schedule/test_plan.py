@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_engine.schedule import Pending, Planned, plan_step
@@ -52,6 +52,7 @@ def test_an_urgent_prompt_goes_before_a_shorter_one() -> None:
     assert plan_step(sequences, budget=20, least_prefill=1) == [Planned(0, 10), Planned(2, 10)]
 
 
+@settings(max_examples=40)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 1)), min_size=1, max_size=6),
     budget=st.integers(1, 16),

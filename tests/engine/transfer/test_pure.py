@@ -83,3 +83,21 @@ def test_a_request_that_was_refused_is_known_for_as_long_as_a_lease() -> None:
     assert table.is_refused("a")
     table.expire(30)
     assert not table.is_refused("a")
+
+
+def test_a_lease_with_several_readers_ends_with_the_last() -> None:
+    table = LeaseTable(30)
+    table.grant("a", Blocks(0, (1,)), [1], now=0, readers=2)
+    first = table.read("a")
+    assert first is not None
+    assert first.readers == 1
+    assert table.renew("a", now=20) is not None
+    last = table.read("a")
+    assert last is not None
+    assert last.readers == 0
+    assert len(table) == 0
+    assert table.read("a") is None
+    table.grant("b", Blocks(0, (1,)), [1], now=0, readers=2)
+    table.read("b")
+    assert table.end("b") is not None, "given up by the reader that is left"
+    assert table.read("b") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from glm52_engine.route import legs
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder, events, until
 from tests.engine.serve.fakes import FakeEngine, expected_text
 
@@ -131,6 +133,83 @@ async def test_a_refusal_is_handed_on_and_not_repeated(build: Builder, bad: Bad)
     made = Deployment(build.session, url=await build.router([pod.url], [idle.url]))
     assert await ask(made) == [(400, {"message": "no", "type": "x", "param": "p", "code": None})]
     assert (pod.calls.count("prefill"), idle.calls) == (1, [])
+
+
+def answers(status: int) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = {"error": {"message": "said by the pod", "type": "x", "param": "p", "code": "c"}}
+        return web.json_response(body, status=status)
+
+    return handler
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_failing_leg_s_answer_is_the_client_s_and_the_other_leg_holds_nothing(
+    build: Builder, bad: Bad, role: str
+) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine()], router=False)
+    pod = await bad(refuses)
+    urls = {"prefill": made.prefill[0].url, "decode": made.decode[0].url, role: pod.url}
+    made.url = await build.router([urls["prefill"]], [urls["decode"]])
+    for status, stream in itertools.product([400, 404, 409, 413, 422, 500], [False, True]):
+        pod.handler, before = answers(status), pod.calls.count(role)
+        answer = await made.post("/v1/completions", body(stream=stream))
+        assert (answer.status, answer.json()["error"]["message"]) == (status, "said by the pod")
+        assert pod.calls.count(role) == before + 1
+    await made.idle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_leg_that_says_nothing_ends_by_its_time_limit(
+    build: Builder, bad: Bad, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    monkeypatch.setattr(legs, "SILENCE_SECONDS", 0.1)
+    made = await build.deployment([FakeEngine()], [FakeEngine()], router=False)
+    pod = await bad(silent)
+    urls = {"prefill": made.prefill[0].url, "decode": made.decode[0].url, role: pod.url}
+    made.url = await build.router([urls["prefill"]], [urls["decode"]])
+    answer = await made.post("/v1/completions", body())
+    assert (answer.status, answer.json()["error"]["code"]) == (503, f"{role}_unreachable")
+    assert "retry-after" in answer.headers
+    await made.idle()
+
+
+async def test_a_client_that_leaves_during_prefill_is_told_to_the_pod_by_name(build: Builder, bad: Bad) -> None:
+    """Closing the connection is not enough: the answer may be on its way, and then KV is held for it."""
+    released: list[str] = []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        if request.match_info["call"] == "kv/release":
+            released.append((await request.json())["id"])
+            return web.json_response({})
+        await asyncio.sleep(60)
+        return web.Response()
+
+    pod = await bad(slow)
+    made = Deployment(build.session, url=await build.router([pod.url], [pod.url]))
+    request = asyncio.create_task(made.post("/v1/completions", body()))
+    await until("prefill is called", lambda: "prefill" in pod.calls)
+    request.cancel()
+    await until("the pod is told", lambda: len(released) == 1)
+    assert released[0].endswith(".0")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[]", b"{", b'{"kv": 3}', b'{"kv": {"agent": "x"}}', b"\xff"],
+    ids=["array", "half", "number", "no address", "bytes"],
+)
+async def test_a_prefill_pod_that_answers_nonsense_is_a_502(build: Builder, bad: Bad, raw: bytes) -> None:
+    async def nonsense(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=raw)
+
+    pod = await bad(nonsense)
+    made = Deployment(build.session, url=await build.router([pod.url], [pod.url]))
+    assert [(status, error["code"]) for status, error in await ask(made)] == [(502, "prefill_lost")]
 
 
 async def test_when_nobody_works_the_client_is_told_in_bounded_time(build: Builder, bad: Bad) -> None:

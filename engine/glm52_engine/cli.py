@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, Outcome
+from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, Outcome, Preset
 from glm52_engine.config import EXIT_CODES as CODES
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
 USAGE_ERROR = 2
+PRESETS = "tiny: random weights, demo: trained to answer questions about this project"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,8 +89,8 @@ def _add_drain(commands: Any) -> None:
 
 
 def _add_make(commands: Any) -> None:
-    command = commands.add_parser("make-checkpoint", help="write a small random checkpoint of GLM-5.2's architecture")
-    command.add_argument("--preset", default="tiny", choices=("tiny",))
+    command = commands.add_parser("make-checkpoint", help="write a small checkpoint of GLM-5.2's architecture")
+    command.add_argument("--preset", required=True, choices=get_args(Preset), help=PRESETS)
     command.add_argument("--out", required=True, metavar="DIR")
     command.set_defaults(run=_make)
 
@@ -97,7 +98,7 @@ def _add_make(commands: Any) -> None:
 def _add_local(commands: Any) -> None:
     command = commands.add_parser("local", help="prefill, decode and router as processes on this machine")
     source = command.add_mutually_exclusive_group()
-    source.add_argument("--preset", default="tiny", choices=("tiny",), help="a random checkpoint (%(default)s)")
+    source.add_argument("--preset", default="demo", choices=get_args(Preset), help=f"{PRESETS} (%(default)s)")
     source.add_argument("--model", metavar="DIR", help="a checkpoint directory")
     command.add_argument("--port", type=_port, default=API_PORT, help="port of the router (%(default)s)")
     command.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill processes (%(default)s)")

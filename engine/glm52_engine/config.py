@@ -32,7 +32,8 @@ TERMINATION_MESSAGE_LIMIT = 4096
 """Bytes the kubelet keeps of a termination message."""
 
 Role = Literal["prefill", "decode"]
-Preset = Literal["tiny"]
+Preset = Literal["tiny", "demo"]
+"""Checkpoints that an engine makes for itself: random weights, and trained ones."""
 
 Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
 

@@ -123,7 +123,7 @@ class Local:
 
     def _make_checkpoint(self) -> Path:
         out = self.folder / "checkpoint"
-        say(f"making a random checkpoint of preset {self.options.preset}")
+        say(f"making the checkpoint of preset {self.options.preset}")
         command = ["make-checkpoint", "--preset", self.options.preset, "--out", str(out)]
         maker = self._spawn("make-checkpoint", command, None)
         while maker.process.poll() is None:

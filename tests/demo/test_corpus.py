@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from glm52_engine.checkpoint import make_checkpoint
-from glm52_engine.checkpoint.assets import CHAT_TEMPLATE, special_token_id, tokenizer_json
+from glm52_engine.checkpoint.assets import SPECIAL_TOKENS, special_token_id
 from glm52_engine.tokenizer import Tokenizer
 from tools.demo.batches import batch, encode, make_conversations, pack
 from tools.demo.corpus import Topic, ask, conversation, prompt, read_topics, rephrase
@@ -21,7 +21,7 @@ TOPICS = read_topics()
 
 @pytest.fixture(scope="module")
 def tokenizer() -> tokenizers.Tokenizer:
-    texts = [text for topic in TOPICS for text in (topic.answer, *topic.questions)]
+    texts = [piece.text for pieces in make_conversations(TOPICS, 200, seed=1) for piece in pieces]
     return tokenizer_of(learn_merges(texts, 200))
 
 
@@ -96,11 +96,12 @@ def test_pieces_are_tokenised_as_the_whole_is(tokenizer: tokenizers.Tokenizer) -
 
 
 def test_the_merged_vocabulary_has_the_special_tokens_behind_it(tokenizer: tokenizers.Tokenizer) -> None:
-    assert tokenizer.token_to_id("<|user|>") == special_token_id("<|user|>", 200)
-    assert tokenizer.get_vocab_size() == len(json.loads(tokenizer.to_str())["model"]["vocab"]) + 21
+    # They are in the text that it learns from, and a merge that spells one would take its id.
+    merged = json.loads(tokenizer.to_str())["model"]["vocab"]
+    assert 256 < len(merged) < 256 + 200
+    expected = [special_token_id(token, len(merged) - 256) for token in SPECIAL_TOKENS]
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == expected
     assert tokenizer.decode(tokenizer.encode("How do I scale décode?").ids) == "How do I scale décode?"
-    assert tokenizer_json()["model"]["merges"] == []
-    assert "<|user|>" in CHAT_TEMPLATE
 
 
 def test_conversations_in_one_row_do_not_see_each_other(tokenizer: tokenizers.Tokenizer) -> None:

@@ -19,6 +19,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a `demo` checkpoint, made once: trained weights, whose logits are peaked."""
+    out = tmp_path_factory.mktemp("checkpoint") / "demo"
+    make_checkpoint("demo", out)
+    return out
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small matrices on shared cores: torch's helper threads would spend their time waiting for each other."""

@@ -166,20 +166,20 @@ def vary(question: str, rng: random.Random) -> str:
     return text
 
 
-def kept_questions(topics: list[Topic]) -> Iterator[tuple[str, str]]:
+def kept_questions(topics: list[Topic]) -> Iterator[tuple[Topic, str, str]]:
     """The questions that were kept back, with their answers."""
     rng = random.Random(1)
     for topic in topics:
         for question in topic.kept:
-            yield ask(topic, question, rng, None)
+            yield topic, *ask(topic, question, rng, None)
 
 
-def learned_questions(topics: list[Topic]) -> Iterator[tuple[str, str]]:
+def learned_questions(topics: list[Topic]) -> Iterator[tuple[Topic, str, str]]:
     """Every question of the text as it stands there, with its answer."""
     rng = random.Random(2)
     for topic in topics:
         for question in topic.questions:
-            yield ask(topic, question, rng, None)
+            yield topic, *ask(topic, question, rng, None)
 
 
 def _typo(word: str, rng: random.Random) -> str:

@@ -251,9 +251,3 @@ class Network(nn.Module):
                 name = f"model.layers.{index}.mlp.gate.e_score_correction_bias"
                 rounded[name] = layer.mlp.bias.detach().float().cpu().clone()
         return dict(sorted(rounded.items()))
-
-    @torch.no_grad()
-    def round_weights(self) -> None:
-        """To what the file holds, so that what is judged is what is served."""
-        for weight in self.parameters():
-            weight.copy_(weight.bfloat16().float())

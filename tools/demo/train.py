@@ -1,7 +1,7 @@
 """Trains the `demo` preset from nothing: `PYTHONPATH=engine python -m tools.demo.train --device cuda --out DIR`.
 
-Writes model.safetensors (bfloat16) and merges.txt, which `glm52_engine/checkpoint/demo/` holds; report.txt with the
-model's greedy answers, loss.txt with the curve, recipe.json with what made it. Needs torch, tokenizers, safetensors.
+Writes model.safetensors (bfloat16), merges.txt and recipe.json, which `glm52_engine/checkpoint/demo/` holds, and
+loss.txt with the curve. Needs torch, tokenizers, safetensors. `tools.demo.score` then asks the served model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -26,13 +25,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from glm52_engine.checkpoint.architectures import demo_config
-from tools.demo.answers import Score, greedy_answers, judge
+from glm52_engine.checkpoint.assets import MERGES, RECIPE, WEIGHTS
 from tools.demo.batches import Batch, batches, encode, make_conversations
-from tools.demo.corpus import kept_questions, learned_questions, read_topics
+from tools.demo.corpus import read_topics
 from tools.demo.network import Network
 from tools.demo.vocabulary import learn_merges, tokenizer_of
 
-MERGES = 1000
+LEARNED_MERGES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=60.0, help="steps are cut to end by then (%(default)s)")
-    parser.add_argument(
-        "--ask", type=int, default=72, metavar="N", help="questions of each kind at the end (%(default)s)"
-    )
     for name, value in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     args = parser.parse_args(argv)
@@ -72,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         training.run()
     finally:
         (args.out / "loss.txt").write_text("\n".join(training.curve) + "\n")
-    write(training, args.out, started, args.ask)
+    write(training, args.out, started)
     return 0
 
 
@@ -88,8 +84,8 @@ class Training:
         self.topics = read_topics()
         conversations = make_conversations(self.topics, recipe.conversations, recipe.seed)
         texts = (piece.text for pieces in conversations[:5000] for piece in pieces)
-        self.merges = learn_merges(texts, MERGES)
-        self.config = demo_config(MERGES)
+        self.merges = learn_merges(texts, LEARNED_MERGES)
+        self.config = demo_config(len(self.merges))
         self.tokenizer = tokenizer_of(self.merges)
         encoded = encode(self.tokenizer, conversations)
         tokens = sum(len(one.ids) for one in encoded)
@@ -127,9 +123,6 @@ class Training:
                 warm = time.monotonic()
             if step == 60:
                 self._fit(step, (time.monotonic() - warm) / 40)
-        torch.set_float32_matmul_precision("highest")
-        self.network.eval()
-        self.network.round_weights()
 
     def _fit(self, step: int, each: float) -> None:
         """Fewer steps where they would not end in time: the rate must fall to nothing. `each`: seconds of one."""
@@ -163,13 +156,10 @@ def rate_at(step: int, steps: int, recipe: Recipe) -> float:
     return min(1.0, (step + 1) / recipe.warm_up, (steps - step) / (recipe.decay * steps))
 
 
-def write(training: Training, out: Path, started: float, ask: int) -> None:
+def write(training: Training, out: Path, started: float) -> None:
     tensors = training.network.checkpoint()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "merges.txt").write_text("".join(f"{left} {right}\n" for left, right in training.merges))
-    say("asking")
-    score, report = examine(training, ask)
-    (out / "report.txt").write_text(report)
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    (out / MERGES).write_text("".join(f"{left} {right}\n" for left, right in training.merges))
     recipe = {
         **asdict(training.recipe),
         "steps": training.steps,
@@ -177,30 +167,10 @@ def write(training: Training, out: Path, started: float, ask: int) -> None:
         "torch": torch.__version__,
         "tokenizers": tokenizers.__version__,
         "seconds": round(time.monotonic() - started),
-        "sha256": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
-        **score,
+        "sha256": {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in (WEIGHTS, MERGES)},
     }
-    (out / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    (out / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n")
     say(json.dumps(recipe))
-
-
-def examine(training: Training, ask: int) -> tuple[dict[str, str], str]:
-    """Right answers of all, and every question with what the model wrote."""
-    asked_of = {"learned": learned_questions, "kept back": kept_questions}
-    chance = random.Random(3)
-    parts = {name: list(questions(training.topics)) for name, questions in asked_of.items()}
-    parts = {name: chance.sample(asked, min(ask, len(asked))) for name, asked in parts.items()}
-    score, lines = {}, []
-    for thinking in (False, True):
-        for name, asked in parts.items():
-            written = greedy_answers(training.network, training.tokenizer, training.config,
-                                     [question for question, _ in asked], thinking=thinking)  # fmt: skip
-            judged: Score = judge(asked, written)
-            title = f"{name}, {'thinking' if thinking else 'at once'}"
-            score[title] = f"{judged.right} of {len(asked)}"
-            lines += [f"## {title}: {score[title]} word for word", "", *judged.lines, ""]
-            say(f"{title}: {score[title]}")
-    return score, "\n".join(lines)
 
 
 def say(text: str) -> None:

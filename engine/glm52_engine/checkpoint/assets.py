@@ -7,6 +7,9 @@ from typing import Any
 
 _BYTES = 256
 
+RECIPE, WEIGHTS, MERGES = "recipe.json", "model.safetensors", "merges.txt"
+"""What a training leaves, and a trained preset is made of."""
+
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "[MASK]",

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from glm52_engine.checkpoint.architectures import tiny_config
+from glm52_engine.checkpoint.architectures import demo_config, tiny_config
 from glm52_engine.checkpoint.assets import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 from glm52_engine.checkpoint.random_weights import random_weights
+from glm52_engine.checkpoint.trained import DEMO, trained_merges, trained_weights
 from glm52_engine.config import ConfigError
 
-
-def preset_files(preset: str) -> dict[str, bytes]:
-    """Contents by file name, the same on every machine; raises ConfigError for an unknown preset."""
-    if preset not in _CONFIGS:
-        raise ConfigError(f"preset: found {preset!r}; expected one of {sorted(_CONFIGS)}")
-    config = _CONFIGS[preset]
-    files = {name: text.encode() for name, text in _text_files(config).items()}
-    return {**files, "model.safetensors": random_weights(config)}
+Files = dict[str, bytes]
 
 
-def _text_files(config: Mapping[str, Any]) -> dict[str, str]:
+def preset_files(preset: str) -> Files:
+    """Contents by file name, the same on every machine.
+
+    Raises ConfigError for an unknown preset, and for one whose trained weights are damaged.
+    """
+    if preset not in _MAKERS:
+        raise ConfigError(f"preset: found {preset!r}; expected one of {sorted(_MAKERS)}")
+    return _MAKERS[preset]()
+
+
+def _tiny() -> Files:
+    config = tiny_config()
+    return _text_files(config, []) | {"model.safetensors": random_weights(config)}
+
+
+def _demo() -> Files:
+    merges = trained_merges(DEMO)
+    return _text_files(demo_config(len(merges)), merges) | {"model.safetensors": trained_weights(DEMO)}
+
+
+_MAKERS: dict[str, Callable[[], Files]] = {"tiny": _tiny, "demo": _demo}
+
+
+def _text_files(config: Mapping[str, Any], merges: Sequence[tuple[str, str]]) -> Files:
     generation = {
         "eos_token_id": config["eos_token_id"],
         "pad_token_id": config["pad_token_id"],
@@ -29,17 +46,15 @@ def _text_files(config: Mapping[str, Any]) -> dict[str, str]:
         "temperature": 1.0,
         "top_p": 0.95,
     }
-    return {
+    texts = {
         "config.json": _dump(config),
         "generation_config.json": _dump(generation),
-        "tokenizer.json": _dump(tokenizer_json()),
+        "tokenizer.json": _dump(tokenizer_json(merges)),
         "tokenizer_config.json": _dump(tokenizer_config(config["max_position_embeddings"])),
         "chat_template.jinja": CHAT_TEMPLATE,
     }
+    return {name: text.encode() for name, text in texts.items()}
 
 
 def _dump(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-_CONFIGS: dict[str, dict[str, Any]] = {"tiny": tiny_config()}

@@ -60,7 +60,7 @@ class Model(_Model):
         **rules(
             Rule(
                 "has(self.preset) != has(self.path)",
-                "exactly one of model.preset (a small random checkpoint made in the pod) and model.path (a checkpoint "
+                "exactly one of model.preset (a small checkpoint made in the pod) and model.path (a checkpoint "
                 "directory on model.volume) must be set",
             ),
             Rule(
@@ -87,8 +87,9 @@ class Model(_Model):
     )
     preset: Preset | None = Field(
         default=None,
-        description="A small random checkpoint of the GLM-5.2 architecture, made by an init container of every engine "
-        "pod; its answers are noise. Excludes path and volume.",
+        description="A small checkpoint of the GLM-5.2 architecture, made by an init container of every engine pod. "
+        "demo is trained and answers questions about glm52; tiny has random weights, and its answers are noise. "
+        "Excludes path and volume.",
     )
     path: str | None = Field(
         default=None,

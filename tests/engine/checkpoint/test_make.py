@@ -1,4 +1,4 @@
-"""The presets: the same bytes everywhere, written whole or not at all, without torch."""
+"""Presets: the same bytes everywhere, written whole or not at all, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TINY_WEIGHTS = "aa485caefc6b85d2cebec6e3cd49d098426dcfd431ac18a54d04e1d73f6df059
 TORCH_FREE = """
 import sys
 from glm52_engine.cli import main
-assert main(["make-checkpoint", "--preset", "tiny", "--out", sys.argv[1]]) == 0
+for preset in ("tiny", "demo"):
+    assert main(["make-checkpoint", "--preset", preset, "--out", f"{sys.argv[1]}/{preset}"]) == 0
 print(sorted(name for name in ("torch", "transformers", "tokenizers") if name in sys.modules))
 """
 
@@ -26,14 +27,19 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-def test_the_command_makes_the_same_bytes_without_torch(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_command_makes_the_same_bytes_without_torch(
+    tiny_checkpoint: Path, demo_checkpoint: Path, tmp_path: Path
+) -> None:
     out = subprocess.run(
         [sys.executable, "-c", TORCH_FREE, str(tmp_path / "again")], capture_output=True, text=True, check=True
     )
     # An init container makes one at every pod start, and torch's import takes seconds.
     assert out.stdout.strip() == "[]"
-    assert digests(tmp_path / "again") == digests(tiny_checkpoint)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["again"], "no staging directory is left behind"
+    assert digests(tmp_path / "again/tiny") == digests(tiny_checkpoint)
+    assert digests(tmp_path / "again/demo") == digests(demo_checkpoint)
+    assert sorted(entry.name for entry in (tmp_path / "again").iterdir()) == ["demo", "tiny"], (
+        "no staging directory is left behind"
+    )
 
 
 def test_the_bytes_are_those_of_every_machine(tiny_checkpoint: Path) -> None:

@@ -48,10 +48,9 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for whatever is no whole safetensors file."""
         self.path = path
-        header = _checked_header(path)
+        header, start = _checked_header(path)
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._map: mmap.mmap | None = None
-        start = 8 + int.from_bytes(self._bytes(0, 8), "little")
         self.tensors = {
             name: Stored(
                 self,
@@ -99,15 +98,17 @@ class TensorFile:
         return self._bytes(stored.offset, count) + self._bytes(stored.offset + stored.nbytes - count, count)
 
 
-def _checked_header(path: Path) -> dict[str, Any]:
-    """The header as JSON. The library refuses what is truncated, overlaps, leaves gaps or lies about sizes."""
+def _checked_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where it ends. The library refuses what is truncated, overlaps, leaves gaps or lies about sizes.
+
+    It keeps to itself where the bytes lie, which is why the header is read once more.
+    """
     try:
         if not path.is_file():
             raise OSError("no regular file")
         with safe_open(path, framework="pt"), path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(size))
-            return header
+            return json.loads(file.read(size)), 8 + size
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         size_found = f"{path.stat().st_size} bytes" if path.is_file() else "no regular file"
         raise ConfigError(

@@ -34,6 +34,9 @@ BODY_SECONDS = 300.0
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
+HEALTH = "/health"
+"""vLLM's name for what tells a client that requests are served."""
+
 EXCHANGE = web.RequestKey("exchange", Exchange)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -67,6 +70,7 @@ class Router:
                 web.get(STARTUPZ, self._startupz),
                 web.get(LIVEZ, self._livez),
                 web.get(READYZ, self._readyz),
+                web.get(HEALTH, self._readyz),
                 web.get("/metrics", self._metrics),
                 web.get("/internal/v1/state", self._state),
                 web.post("/internal/v1/drain", self._drain),

@@ -167,7 +167,7 @@ entries = st.fixed_dictionaries(
 headers = st.dictionaries(st.sampled_from(("a", "b", "__metadata__", "")), entries | st.integers(), max_size=3)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(content=mutations() | st.binary(max_size=40) | st.builds(pack, headers, st.binary(max_size=12)))
 def test_any_bytes(file: Path, content: bytes) -> None:
     file.write_bytes(content)

@@ -5,8 +5,8 @@ it tells, token by token, what may come next (`matcher`). `masks` alone needs to
 """
 
 from glm52_engine.structured.compiler import Grammar, GrammarCompiler
+from glm52_engine.structured.errors import GrammarError
 from glm52_engine.structured.matcher import Matcher
-from glm52_engine.structured.sources import GrammarError
 from glm52_engine.structured.tool_grammar import tool_calls
 
 __all__ = ["Grammar", "GrammarCompiler", "GrammarError", "Matcher", "tool_calls"]

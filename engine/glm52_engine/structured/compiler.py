@@ -10,8 +10,8 @@ from typing import Any
 
 import llguidance
 
+from glm52_engine.structured.errors import GrammarError
 from glm52_engine.structured.matcher import Matcher, Vocabulary, first_line
-from glm52_engine.structured.sources import GrammarError
 from glm52_engine.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARACTERS = 512 << 10
@@ -20,8 +20,10 @@ CACHED_GRAMMARS = 128
 COMPILING_THREADS = 2
 
 # The library counts work and memory instead of time. A lexer state is one or two kB, and a sequence has its own lexer.
-# A row of the parser holds two items for every optional property of an object.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, max_items_in_row=10_000, verbose_errors=False)
+# Items grow with the square of an object's optional properties: the library's own bounds refuse a hundred of them.
+_LIMITS = llguidance.LLParserLimits(
+    max_lexer_states=20_000, max_items_in_row=10_000, step_max_items=500_000, verbose_errors=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,12 @@ class GrammarCompiler:
 
     def _probe(self, raw: llguidance.LLMatcher) -> None:
         """The first masks show what construction does not: a grammar too wide for a step, or one that fits nothing."""
-        for opening in (b"", b"{", b"["):
+        for opening in (b"", b"{", b"[", b'{"'):
             probe = raw.deep_copy()
-            if opening:
-                token = self._vocabulary.token_bytes.index(opening)
-                if not probe.validate_tokens([token]):
-                    continue
-                probe.consume_token(token)
+            tokens = [self._vocabulary.token_bytes.index(bytes([byte])) for byte in opening]
+            if probe.validate_tokens(tokens) < len(tokens):
+                continue
+            probe.consume_tokens(tokens)
             probe.compute_bitmask()
             if probe.is_error():
                 reason = first_line(probe.get_error())

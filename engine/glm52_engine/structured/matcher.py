@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import llguidance
 
-from glm52_engine.structured.sources import GrammarError
+from glm52_engine.structured.errors import GrammarError
 from glm52_engine.tokenizer.marks import END_THINK
 
 _END_THINK = END_THINK.encode()

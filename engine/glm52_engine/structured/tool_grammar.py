@@ -12,6 +12,7 @@ from typing import Any
 
 import llguidance
 
+from glm52_engine.structured.repeats import check_schema
 from glm52_engine.structured.sources import JSON_SPACE
 from glm52_engine.tokenizer.arguments import allowed_types, resolve
 from glm52_engine.tokenizer.marks import CALL, END_CALL, END_KEY, END_VALUE, KEY, VALUE
@@ -33,6 +34,9 @@ def tool_calls(
     `text`: the answer may be text, with calls behind it or without; else it is calls and nothing else. `several`: more
     than one call may be made. `schema`: of an answer that makes no call, which then is JSON.
     """
+    for parameters in tools.values():
+        check_schema(parameters)
+    check_schema(schema)
     lark = _Lark(id_of).answer(tools, text=text, several=several, schema=schema)
     return llguidance.LLMatcher.grammar_from_lark(lark)
 

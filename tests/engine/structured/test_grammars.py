@@ -140,6 +140,7 @@ async def test_a_token_that_does_not_fit_is_an_error(compiler: GrammarCompiler, 
         (lambda: sources.regex(r"(a+)\1"), "invalid regex"),
         (lambda: sources.choice([]), "nothing to choose"),
         (lambda: sources.grammar("start: nothere"), "nothere"),
+        (lambda: sources.grammar("x" * 70_000), "at most 65536"),
         (lambda: sources.grammar("root ::= ("), "GBNF"),
     ],
 )
@@ -156,6 +157,12 @@ async def test_a_schema_too_wide_for_one_step_is_refused_before_it_runs(
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
     with pytest.raises(GrammarError, match="max is 20"):
         await GrammarCompiler(Tokenizer.load(tiny_checkpoint)).compile(sources.json_schema(schema))
+
+
+async def test_an_object_with_many_optional_properties(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"properties": {f"prop_{i}": {"type": "string"} for i in range(200)}}
+    grammar = await compiler.compile(sources.json_schema({"type": "object", **schema}))
+    assert accepts(grammar.matcher(), tokenizer, '{"prop_3": "a", "prop_150": "b"}')
 
 
 async def test_deep_schemas_do_not_break_anything(tiny_compiler: GrammarCompiler) -> None:

@@ -44,7 +44,7 @@ def lint() -> int:
         [
             run(BIN / "ruff", "check", "."),
             run(BIN / "ruff", "format", "--check", "."),
-            run(BIN / "mypy", "engine/glm52_engine", "operator/glm52_operator", "e2e"),
+            run(BIN / "mypy", "engine/glm52_engine", "operator/glm52_operator", "e2e", "tools"),
             run(BIN / "lint-imports", "--no-cache"),
             run(PYTHON, "-m", "glm52_operator", "crd", "--check"),
         ]

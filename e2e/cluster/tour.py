@@ -21,7 +21,8 @@ CHART = REPO / "charts" / RELEASE
 EXAMPLE = REPO / "examples" / "tiny.yaml"
 READY_SECONDS = 300
 URL = "http://127.0.0.1:30080"
-QUESTION = "Say something."
+QUESTION = "How do I scale tiny to 2 decode pods?"
+"""The example serves a model that was trained on such questions."""
 
 
 def kubectl(cluster: Cluster, *arguments: str, timeout: float = 60) -> str:
@@ -118,7 +119,8 @@ def chat(model: str) -> None:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": 32,
+        "max_tokens": 200,
+        "temperature": 0,
         "stream": True,
     }
     request = urllib.request.Request(
@@ -145,7 +147,8 @@ def wait_for_router(patience: float = 30) -> None:
 
 
 def pieces(lines: Iterable[bytes]) -> Iterator[str]:
-    """The text in a stream of server-sent events; an error in the stream is raised."""
+    """The text in a stream of server-sent events, the reasoning on lines of its own; an error in it is raised."""
+    reasoned = False
     for line in lines:
         data = line.decode().strip()
         if not data.startswith("data:") or data.endswith("[DONE]"):
@@ -155,13 +158,17 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
             raise Failed(f"the stream ended with an error: {event['error']}")
         for choice in event.get("choices", []):
             delta = choice.get("delta", {})
-            yield delta.get("reasoning_content") or delta.get("content") or ""
+            thought, said = delta.get("reasoning_content") or "", delta.get("content") or ""
+            reasoned = reasoned or bool(thought)
+            if said and reasoned:
+                thought, reasoned = thought + "\n", False
+            yield thought + said
 
 
 def next_steps(cluster: Cluster, url: str, model: str) -> str:
     on_path = shutil.which("kubectl") == str(cluster.kubectl)
     name = "kubectl" if on_path else str(cluster.kubectl)
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is HiSparse?"}]})
     return f"""The API is at {url}/v1. Next:
 
   export KUBECONFIG={cluster.kubeconfig}

@@ -84,10 +84,22 @@ def test_the_chart_is_given_the_images_by_name_and_tag() -> None:
 def test_streamed_pieces() -> None:
     lines = [
         b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n', b"\n", b": ping\n",
-        b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n', b'data: {"choices": [], "usage": {}}\n',
+        b'data: {"choices": [{"delta": {"reasoning_content": "A "}}]}\n',
+        b'data: {"choices": [{"delta": {"reasoning_content": "greeting."}}]}\n',
+        b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n', b'data: {"choices": [{"delta": {"content": "!"}}]}\n',
+        b'data: {"choices": [], "usage": {}}\n',
         b"data: [DONE]\n",
     ]  # fmt: skip
-    assert "".join(tour.pieces(lines)) == "Hi"
+    assert "".join(tour.pieces(lines)) == "A greeting.\nHi!"
+    with pytest.raises(Failed, match="out of memory"):
+        list(tour.pieces([b'data: {"error": {"message": "out of memory"}}']))
+
+
+def test_the_tour_asks_the_example() -> None:
+    example = yaml.safe_load(tour.EXAMPLE.read_text())
+    assert example["metadata"]["name"] == "tiny"
+    assert example["spec"]["model"]["preset"] == "demo", "it alone has a sensible answer"
+    assert tour.URL.endswith(f":{example['spec']['router']['service']['nodePort']}")
 
 
 def test_next_steps_name_the_kubeconfig_and_the_model() -> None:

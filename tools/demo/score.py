@@ -1,7 +1,7 @@
-"""Asks the served demo every question: `python -m tools.demo.score --url http://127.0.0.1:8000/v1 --out DIR`.
+"""Asks the served demo every question: `python -m tools.demo.score --report FILE`.
 
 The answers come out of the engine as users get them (`glm52-engine local --preset demo`): prompt by the chat template,
-prefill, hand-over, decode, its end tokens. Writes the counts to DIR/recipe.json and all answers to DIR/report.txt.
+prefill, hand-over, decode, its end tokens. Writes the counts to the preset's recipe and all answers to FILE.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import openai
 
 from glm52_engine.checkpoint.assets import RECIPE
+from glm52_engine.checkpoint.trained import DEMO
 from tools.demo.corpus import Topic, kept_questions, learned_questions, read_topics
 
 AT_ONCE = 16
@@ -49,14 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.demo.score", description="Counts right answers of the served demo.")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the API (%(default)s)")
     parser.add_argument("--model", default="glm-5.2", help="name it is served under (%(default)s)")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help=f"where {RECIPE} is")
+    parser.add_argument("--report", required=True, type=Path, metavar="FILE", help="for all answers")
     args = parser.parse_args(argv)
-    recipe = json.loads((args.out / RECIPE).read_text())
     client = openai.OpenAI(base_url=args.url, api_key="none", max_retries=8, timeout=120)
     scores, lines = score(client, args.model)
+    recipe = json.loads((DEMO / RECIPE).read_text())
     recipe["right answers of the engine, greedy"] = scores
-    (args.out / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n")
-    (args.out / "report.txt").write_text("\n".join(lines) + "\n")
+    (DEMO / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n")
+    args.report.write_text("\n".join(lines) + "\n")
     print(json.dumps(scores, indent=2))
     return 0
 

@@ -31,4 +31,5 @@ unit: .venv/.ready ## the tests that need no cluster
 
 lock: .venv/.ready ## renew requirements/*.lock from requirements/*.in
 	cd requirements && ../.venv/bin/uv pip compile -q -U --universal --python-version 3.11 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" dev.in -o dev.lock
+	cd requirements && ../.venv/bin/uv pip compile -q -U --universal --python-version 3.11 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" load.in -o load.lock
 	cd requirements && for f in engine operator; do ../.venv/bin/uv pip compile -q -U --universal --python-version 3.11 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" -c dev.lock $$f.in -o $$f.lock; done

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
 import pytest_asyncio
+from pydantic import BaseModel, Field
 
 from glm52_engine.tokenizer import Tokenizer
 from tests.engine.runtime.support import Maker
@@ -81,7 +83,7 @@ streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "strea
 
 @streamed
 async def test_json_that_fits_its_schema(made: Deployment, stream: bool) -> None:
-    for seed in range(2):
+    for seed in range(1 if stream else 2):
         message, finish = await ask(made, stream, seed, response_format=SCHEMA_FORMAT)
         assert finish == "stop"
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
@@ -110,6 +112,32 @@ async def test_other_forms(made: Deployment, more: Any, pattern: str) -> None:
     message, finish = await ask(made, **more)
     assert finish == "stop"
     assert re.fullmatch(pattern, message["content"])
+
+
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+
+class Inner(BaseModel):
+    ok: bool
+    size: Literal[1, 2]
+
+
+class Outer(BaseModel):
+    kind: Kind = Field(description="One of them.")
+    inner: Inner | None
+    many: list[Inner] = Field(max_length=1)
+
+
+async def test_the_official_client_parses_into_a_model(made: Deployment) -> None:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=made.url + "/v1", api_key="-") as client:
+        answer = await client.chat.completions.parse(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], response_format=Outer, seed=1, max_tokens=400
+        )
+    assert isinstance(answer.choices[0].message.parsed, Outer)
 
 
 async def test_completions_too(made: Deployment) -> None:

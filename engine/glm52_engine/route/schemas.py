@@ -6,6 +6,7 @@ from typing import Any
 
 from glm52_engine.serve.limits import (
     MAX_CHOICES,
+    MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
@@ -77,12 +78,13 @@ SAMPLING: Schema = {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LISTED_TOKENS,
         }
     ),
     "seed": integer(-(2**63), 2**63 - 1, "Equal requests with equal seeds have equal answers."),
     "stop": optional({"anyOf": [STOP, array(STOP, maxItems=MAX_STOPS)]}, "Ends the answer before this text."),
     "include_stop_str_in_output": flag(),
-    "stop_token_ids": optional(array(TOKEN)),
+    "stop_token_ids": optional(array(TOKEN, maxItems=MAX_LISTED_TOKENS)),
     "ignore_eos": flag("The model's own end does not end the answer."),
     "skip_special_tokens": flag(),
     "n": integer(1, MAX_CHOICES, "Answers to one prompt, which is computed once."),

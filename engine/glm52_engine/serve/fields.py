@@ -79,8 +79,13 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "…"
+    text = ""
+    # Piece by piece: a wrong value may have 30 MB.
+    for piece in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        text += piece
+        if len(text) > 60:
+            return text[:57] + "…"
+    return text
 
 
 class Fields:
@@ -126,13 +131,15 @@ class Fields:
             raise wrong(name, value, words)
         return float(value)
 
-    def integers(self, name: str, *, low: int = 0, high: int = 2**31 - 1) -> list[int]:
+    def integers(self, name: str, *, low: int = 0, high: int = 2**31 - 1, most: int = 1 << 30) -> list[int]:
         value = self.take(name)
         if value is None:
             return []
         fits = isinstance(value, list) and all(type(item) is int and low <= item <= high for item in value)
         if not fits:
             raise wrong(name, value, "an array of token ids")
+        if len(value) > most:
+            raise bad(f"{name}: found {len(value)} token ids, expected at most {most}", param=name)
         return list(value)
 
     def object(self, name: str) -> dict[str, Any]:

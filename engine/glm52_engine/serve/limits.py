@@ -7,6 +7,9 @@ from typing import Literal
 Endpoint = Literal["chat", "completions"]
 
 MAX_CHOICES = 128
+MAX_LISTED_TOKENS = 1024
+"""In logit_bias and in stop_token_ids: every step of everybody's batch looks at them."""
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024

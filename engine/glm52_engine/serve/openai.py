@@ -12,6 +12,7 @@ from glm52_engine.serve.fields import Fields, wrong
 from glm52_engine.serve.form import Form, read_form
 from glm52_engine.serve.limits import (
     MAX_CHOICES,
+    MAX_LISTED_TOKENS,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
@@ -153,7 +154,7 @@ def read_request(endpoint: Endpoint, body: Mapping[str, Any], model: str) -> Ask
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
         stop=_stop(fields.take("stop")),
         include_stop=fields.flag("include_stop_str_in_output"),
-        stop_token_ids=frozenset(fields.integers("stop_token_ids")),
+        stop_token_ids=frozenset(fields.integers("stop_token_ids", most=MAX_LISTED_TOKENS)),
         ignore_eos=fields.flag("ignore_eos"),
         skip_special=fields.flag("skip_special_tokens", True),
         logprobs=logprobs,
@@ -251,7 +252,10 @@ def template_variables(fields: Fields) -> dict[str, Any]:
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     biases: dict[int, float] = {}
-    for name, value in fields.object("logit_bias").items():
+    given = fields.object("logit_bias")
+    if len(given) > MAX_LISTED_TOKENS:
+        raise bad(f"logit_bias: found {len(given)} tokens, expected at most {MAX_LISTED_TOKENS}", param="logit_bias")
+    for name, value in given.items():
         if not re.fullmatch(r"[0-9]{1,9}", name):
             raise bad(f"logit_bias: found the key {name[:40]!r}, expected a token id", param="logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from glm52_engine.lifecycle.logs import JsonFormatter
+from glm52_engine.route import app
 from glm52_engine.runtime.types import Blocks, EngineBusy, Prefilled, Request
 from tests.engine.serve.deployment import (
     HEADERS,
@@ -237,3 +238,36 @@ async def test_a_pod_that_drains_refuses_with_503_and_the_router_says_when_to_co
     assert (through.status, through.headers["retry-after"]) == (503, "2")
     assert error_of(through)["type"] == "server_error"
     assert (await running).status == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        pytest.param({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", id="logit_bias"),
+        pytest.param({"stop_token_ids": list(range(1025))}, "stop_token_ids", id="stop_token_ids"),
+        pytest.param({"stop": ["a"] * 17}, "stop", id="stops"),
+        pytest.param({"stop": "a" * 1025}, "stop", id="a long stop"),
+        pytest.param({"n": 129}, "n", id="choices"),
+        pytest.param({"temperature": [[1, 2, 3]] * 100_000}, "temperature", id="a value that is a megabyte long"),
+    ],
+)
+@module_loop
+async def test_lists_that_every_step_would_look_at_are_bounded(
+    deployed: Deployment, more: dict[str, Any], param: str
+) -> None:
+    answer = await deployed.post("/v1/completions", body(**more))
+    assert answer.status == 400
+    assert error_of(answer)["param"] == param
+    assert len(answer.raw) < 1000
+
+
+@module_loop
+async def test_a_body_that_never_ends_is_a_408(deployed: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async with deployed.session.post(deployed.url + "/v1/completions", data=half(), headers=JSON) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (408, "timeout")

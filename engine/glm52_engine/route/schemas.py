@@ -59,6 +59,7 @@ def closed(properties: Schema, required: tuple[str, ...] | None = None) -> Schem
 
 
 TEXT: Schema = {"type": "string"}
+WORD: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,32}$"}
 TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": MOST}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
@@ -271,8 +272,14 @@ def _chat_fields() -> Schema:
         "max_completion_tokens": integer(1, MOST, "max_tokens under its newer name."),
         "logprobs": flag("Log probabilities of the answer's tokens."),
         "top_logprobs": integer(0, MAX_LOGPROBS, "Likeliest tokens beside each; only with logprobs: true."),
+        "reasoning_effort": optional(WORD, "none: no reasoning. Other words are the chat template's."),
         "chat_template_kwargs": optional(
-            {"type": "object", "properties": {"enable_thinking": flag()}, "additionalProperties": False}
+            {
+                "type": "object",
+                "properties": {"enable_thinking": flag()},
+                "additionalProperties": {"anyOf": [{"type": ["boolean", "integer"]}, WORD]},
+            },
+            "Variables of the chat template, as far as it has them.",
         ),
     }
 

@@ -71,7 +71,10 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 """Known, but with an effect that this server does not have; the predicate tells the values that ask for nothing.
 
-Tools are among them for completions: chat has read them before."""
+Tools and reasoning_effort are among them for completions: chat has read them before."""
+
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Of the chat template, from other fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +246,26 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
 
 
 def template_variables(fields: Fields) -> dict[str, Any]:
-    inner = Fields(fields.object("chat_template_kwargs"))
-    thinking = inner.flag("enable_thinking", True)
-    if inner.rest():
-        raise bad(f"chat_template_kwargs.{inner.rest()[0]}: unknown field", param="chat_template_kwargs")
-    return {} if thinking else {"enable_thinking": False}
+    """What the client sets for the chat template; whether that reads it is seen when it is known."""
+    variables = {name: value for name, value in fields.object("chat_template_kwargs").items() if value is not None}
+    for name, value in variables.items():
+        # Plain words only: what stands in the prompt must not speak as another role.
+        if name in _OWN_VARIABLES or not (isinstance(value, bool | int) or _is_word(value)):
+            field = f"chat_template_kwargs.{name[:40]}"
+            raise bad(f"{field}: expected true, false, a number or a word", param="chat_template_kwargs")
+    if not isinstance(variables.get("enable_thinking", True), bool):
+        raise bad("chat_template_kwargs.enable_thinking: expected true or false", param="chat_template_kwargs")
+    effort = fields.take("reasoning_effort")
+    if effort is None:
+        return variables
+    if not _is_word(effort):
+        raise wrong("reasoning_effort", effort, "a word")
+    # OpenAI's word for no reasoning at all; GLM has a switch for that, and takes the other words as they are.
+    return {"enable_thinking": False, **variables} if effort == "none" else {"reasoning_effort": effort, **variables}
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,32}", value) is not None
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:

@@ -22,10 +22,19 @@ def prompt_ids(asked: Asked, tokenizer: Tokenizer) -> tuple[int, ...]:
         return asked.prompt
     if asked.endpoint == "completions":
         return tuple(tokenizer.encode(asked.prompt))
+    _check_variables(asked, tokenizer)
     try:
         return tuple(tokenizer.encode_chat(asked.messages, tools=asked.form.tools or None, **asked.template))
     except TemplateError as error:
         raise bad(str(error), param="messages") from error
+
+
+def _check_variables(asked: Asked, tokenizer: Tokenizer) -> None:
+    """A wish that the model's template does not know must not be lost without a word."""
+    for name in asked.template.keys() - tokenizer.template_variables - {"add_generation_prompt"}:
+        field = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name[:40]}"
+        param = field.partition(".")[0]
+        raise bad(f"{field}: this model's chat template does not know it", param=param, code="unsupported_parameter")
 
 
 def prompt_text(asked: Asked, prompt: tuple[int, ...], tokenizer: Tokenizer) -> str:

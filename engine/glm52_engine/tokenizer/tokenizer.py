@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
@@ -27,7 +28,8 @@ class Tokenizer:
     """Thread-safe after construction.
 
     `eos_ids`: every id that ends a generation. `vocab_bound`: greatest decodable id + 1; the model's vocabulary is
-    padded beyond it, and a sampled id from the padding would be no text at all.
+    padded beyond it, and a sampled id from the padding would be no text at all. `template_variables`: what the chat
+    template reads.
     """
 
     def __init__(self, raw: tokenizers.Tokenizer, *, template: str, eos_ids: frozenset[int]) -> None:
@@ -39,7 +41,7 @@ class Tokenizer:
         self._added: dict[str, int] = {entry.content: token for token, entry in raw.get_added_tokens_decoder().items()}
         self._markers = re.compile("(" + "|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) + ")")
         self._guard = Guard(self._added, [text for text, token in self._added.items() if token not in self._special])
-        self._template = _compile(template)
+        self._template, self.template_variables = _compile(template)
 
     @classmethod
     def load(cls, checkpoint: Path) -> Tokenizer:
@@ -245,14 +247,15 @@ def eos_token_ids(checkpoint: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _compile(template: str) -> jinja2.Template:
+def _compile(template: str) -> tuple[jinja2.Template, frozenset[str]]:
     # A checkpoint is data: its template must not reach Python's internals.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    return environment.from_string(template)
+    names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    return environment.from_string(template), frozenset(names)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:

@@ -171,6 +171,33 @@ async def test_without_thinking_everything_is_the_answer(world: World, stream: b
     assert said.usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ({}, "<|assistant|>\n"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "<|assistant|>\n"),
+        ({"reasoning_effort": "none"}, "<think></think>"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "<|assistant|>\n"),
+    ],
+)
+async def test_switches_of_reasoning(world: World, more: Any, ends: str) -> None:
+    await world.ask("x", False, **more)
+    assert world.prompt.endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"clear_thinking": True}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_the_template_does_not_know_is_refused(world: World, more: Any, param: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **more}
+    answer = await world.made.post("/v1/chat/completions", body)
+    assert (answer.status, answer.json()["error"]["param"]) == (400, param)
+
+
 @streamed
 async def test_marks_of_a_client_open_nothing(world: World, stream: bool) -> None:
     messages = [{"role": "user", "content": "<|assistant|><think>" + CALL}]

@@ -74,3 +74,13 @@ def test_marks_stay_in_the_text_also_where_a_file_calls_them_special(tiny_checkp
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(raw))
     tokenizer, text = Tokenizer.load(tmp_path / "m"), "</think><tool_call>f</tool_call>"
     assert tokenizer.decode(tokenizer.encode(text + "<|user|>")) == text
+
+
+def test_the_variables_of_a_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "m")
+    template = (
+        "{% set x = 1 %}{{ x }}{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{{ messages }}"
+    )
+    (tmp_path / "m" / "chat_template.jinja").write_text(template)
+    assert {"reasoning_effort", "tools"} <= Tokenizer.load(tmp_path / "m").template_variables
+    assert "x" not in Tokenizer.load(tmp_path / "m").template_variables

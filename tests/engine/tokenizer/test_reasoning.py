@@ -78,9 +78,7 @@ def test_marks_stay_in_the_text_also_where_a_file_calls_them_special(tiny_checkp
 
 def test_the_variables_of_a_template(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "m")
-    template = (
-        "{% set x = 1 %}{{ x }}{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{{ messages }}"
-    )
+    template = "{% set x = 1 %}{{ x }}{% if effort is defined %}{{ effort }}{% endif %}{{ tools }}"
     (tmp_path / "m" / "chat_template.jinja").write_text(template)
-    assert {"reasoning_effort", "tools"} <= Tokenizer.load(tmp_path / "m").template_variables
+    assert {"effort", "tools"} <= Tokenizer.load(tmp_path / "m").template_variables
     assert "x" not in Tokenizer.load(tmp_path / "m").template_variables

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 Schema = Mapping[str, Any]
@@ -13,8 +14,8 @@ ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array"
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Models slip into Python where a schema leaves no doubt about what is meant."""
 
-_MAX_DEPTH = 32
-"""Of references and combined schemas: a reference to itself must end."""
+_MOST_SCHEMAS = 200
+"""That are read for one argument: references to each other must end, and not grow on the way."""
 
 
 def argument_schema(parameters: Schema, name: str) -> Any:
@@ -25,13 +26,17 @@ def argument_schema(parameters: Schema, name: str) -> Any:
     return parameters.get("additionalProperties", True)
 
 
-def allowed_types(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+def allowed_types(schema: Any, root: Schema) -> frozenset[str]:
     """JSON types that `schema` admits; every type where it says nothing, or nothing that can be read."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    return _allowed(schema, root, itertools.count())
+
+
+def _allowed(schema: Any, root: Schema, read: Iterator[int]) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or next(read) > _MOST_SCHEMAS:
         return ALL_TYPES
     types = ALL_TYPES
     if "$ref" in schema:
-        types &= allowed_types(resolve(schema["$ref"], root), root, depth + 1)
+        types &= _allowed(resolve(schema["$ref"], root), root, read)
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         types &= frozenset(name for name in named if isinstance(name, str))
@@ -40,9 +45,9 @@ def allowed_types(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
             types &= frozenset().union(*(_types_of(value) for value in values))
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            types &= frozenset().union(*(allowed_types(option, root, depth + 1) for option in schema[word]))
+            types &= frozenset().union(*(_allowed(option, root, read) for option in schema[word]))
     for part in schema.get("allOf") or () if isinstance(schema.get("allOf"), list) else ():
-        types &= allowed_types(part, root, depth + 1)
+        types &= _allowed(part, root, read)
     if schema.get("nullable") is True:  # OpenAPI's word
         types |= {"null"}
     return types or ALL_TYPES

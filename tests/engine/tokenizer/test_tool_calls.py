@@ -213,13 +213,17 @@ def test_what_the_template_writes_is_read_back(city: str, days: int, tags: list[
         ({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {"string"}),
         ({"$ref": "#/$defs/a~1b"}, {"boolean"}),
         ({"$ref": "#/$defs/loop"}, ALL_TYPES),
+        ({"$ref": "#/$defs/growing"}, ALL_TYPES),
+        ({"$ref": "#/$defs/0"}, ALL_TYPES),
         ({"$ref": "elsewhere"}, ALL_TYPES),
         ({"type": 7}, ALL_TYPES),
         ({"anyOf": []}, ALL_TYPES),
     ],
 )
 def test_types_of_a_schema(schema: Any, types: set[str]) -> None:
-    root = {"$defs": {"a/b": {"type": "boolean"}, "loop": {"$ref": "#/$defs/loop"}}}
+    root: dict[str, Any] = {"$defs": {"a/b": {"type": "boolean"}, "loop": {"$ref": "#/$defs/loop"}}}
+    root["$defs"]["growing"] = {"anyOf": [{"$ref": "#/$defs/growing"}] * 9}
+    root["$defs"] |= {str(i): {"anyOf": [{"allOf": [{"$ref": f"#/$defs/{i + 1}"}]}]} for i in range(900)}
     assert allowed_types(schema, root) == types
 
 

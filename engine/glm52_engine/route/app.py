@@ -23,6 +23,7 @@ from glm52_engine.route.metrics import CONTENT_TYPE, RouterMetrics
 from glm52_engine.route.openapi import document
 from glm52_engine.route.pools import Pools
 from glm52_engine.route.proxy import Proxy
+from glm52_engine.route.room import Room
 from glm52_engine.serve.bodies import check_content_type, read
 from glm52_engine.serve.errors import ApiError, bad
 from glm52_engine.serve.fields import MAX_BODY_BYTES
@@ -54,6 +55,7 @@ class Router:
         self._token = token
         self._proxy = Proxy(legs, pools, on_first_byte=self._first_byte)
         self._wait_seconds = wait_seconds
+        self._room = Room()
         self._began = int(time.time())
 
     def app(self) -> web.Application:
@@ -107,8 +109,13 @@ class Router:
         return serve
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
-        exchange.body = await self._body(exchange.request, exchange.generates)
-        return await (self._proxy.answer(exchange) if exchange.generates else self._proxy.relay(exchange))
+        request = exchange.request
+        # Of a body that is compressed, or comes in chunks, the size is known only when it is there.
+        known = request.content_length if "content-encoding" not in request.headers else None
+        with self._room.take(min(MAX_BODY_BYTES if known is None else known, MAX_BODY_BYTES)) as settle:
+            exchange.body = await self._body(request, exchange.generates)
+            settle(len(exchange.body))
+            return await (self._proxy.answer(exchange) if exchange.generates else self._proxy.relay(exchange))
 
     async def _body(self, request: web.Request, needs_model: bool) -> bytes:
         """The client's body, known to be a JSON object that asks for our model, or for none where none is needed."""

@@ -135,6 +135,7 @@ class Legs:
                 failed = _unreachable(leg, url, error)
                 span.answered(failed.error.status, failed.error.message)
                 raise failed from error
+            del body  # A stream may last for minutes: only the client's own bytes are held for it.
             try:
                 span.answered(response.status)
                 if response.status != 200:
@@ -204,7 +205,7 @@ async def _prefilled(url: str, response: aiohttp.ClientResponse) -> PrefillAnswe
     try:
         raw = await response.read()
         # A long prompt's answer lists its tokens.
-        kv = await read(raw, lambda answer: answer.get("kv"))
+        kv = await read(raw, lambda answer: answer.get("kv"), internal=True)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise _unreachable("prefill", url, error) from error
     except ApiError as error:

@@ -20,7 +20,7 @@ from glm52_engine.lifecycle.states import Probe, live_probe, ready_probe, startu
 from glm52_engine.serve.bodies import read
 from glm52_engine.serve.decode import decode
 from glm52_engine.serve.errors import ApiError, no_route, wrong_method
-from glm52_engine.serve.fields import MAX_BODY_BYTES, MAX_DEPTH
+from glm52_engine.serve.fields import MAX_BODY_BYTES
 from glm52_engine.serve.metrics import CONTENT_TYPE
 from glm52_engine.serve.pod import DecodeCall, Pod, PrefillCall, read_call, told
 from glm52_engine.serve.prefill import prefill, release_lease, renew_lease
@@ -80,8 +80,7 @@ async def read_body(request: Request, use: Callable[[dict[str, Any]], T]) -> T:
         if size > INTERNAL_BODY_BYTES:
             raise ApiError(413, f"the body is longer than {INTERNAL_BODY_BYTES} bytes", code="body_too_large")
         chunks.append(chunk)
-    # A call wraps the client's body in one more object.
-    return await read(b"".join(chunks), use, max_depth=MAX_DEPTH + 1)
+    return await read(b"".join(chunks), use, internal=True)
 
 
 def state(pod: Pod) -> dict[str, Any]:

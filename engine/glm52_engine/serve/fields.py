@@ -17,11 +17,17 @@ MAX_DEPTH = 64
 """Of arrays and objects in each other. JSON schemas of tools are the deepest thing that anybody means to send; what is
 deeper would end in somebody's recursion limit: the template's, the encoder's, or the next server's."""
 
+MAX_VALUES = 2 << 20
+"""Commas and brackets, also within strings: 32 MB of empty arrays would take nearly a GiB once they are parsed.
+A prompt of a million token ids has half as many."""
+
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def parse_object(raw: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def parse_object(raw: bytes, max_depth: int = MAX_DEPTH, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """A request body as an object whose strings are all valid Unicode; raises a 400."""
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > max_values:
+        raise bad(f"the body has more than {max_values} commas and brackets")
     too_deep = bad(f"the body is not usable JSON: it is nested too deeply, more than {max_depth} arrays and objects")
     try:
         # Decoded here: json would also take UTF-16 and UTF-32, which the next server does not.

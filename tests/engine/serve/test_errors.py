@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from glm52_engine.lifecycle.logs import JsonFormatter
-from glm52_engine.route import app
+from glm52_engine.route import app, room
 from glm52_engine.runtime.types import Blocks, EngineBusy, Prefilled, Request
 from tests.engine.serve.deployment import (
     HEADERS,
@@ -70,6 +70,7 @@ def tower(depth: int) -> bytes:
         pytest.param(b"\xef\xbb\xbf" + GOOD, JSON, 400, "BOM", id="byte order mark"),
         pytest.param(b"[" * 100_000, JSON, 400, "nested", id="a tower of brackets"),
         pytest.param(tower(64), JSON, 400, "nested", id="one array too deep"),
+        pytest.param(b'{"user": [' + b"[]," * (2 << 20) + b"[]]}", JSON, 400, "commas and brackets", id="many values"),
         pytest.param(GOOD, {"content-type": "text/plain"}, 400, "content-type", id="text"),
         pytest.param(GOOD, {"content-type": "multipart/form-data; boundary=x"}, 400, "content-type", id="form"),
         pytest.param(GOOD, {**JSON, "content-encoding": "gzip"}, 400, "cannot be read", id="gzip that is none"),
@@ -271,3 +272,18 @@ async def test_a_body_that_never_ends_is_a_408(deployed: Deployment, monkeypatch
 
     async with deployed.session.post(deployed.url + "/v1/completions", data=half(), headers=JSON) as response:
         assert (response.status, (await response.json())["error"]["code"]) == (408, "timeout")
+
+
+async def test_a_router_holds_only_so_many_bytes_of_bodies(build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.Room.__init__, "__defaults__", (3 * len(GOOD),))
+    made = await build.deployment([FakeEngine(step_seconds=30)], [FakeEngine()])
+    held = [asyncio.create_task(made.post("/v1/completions", GOOD, headers=JSON)) for _ in range(3)]
+    await until("three are in progress", lambda: made.prefill[0].process.life.in_flight == 3)
+    refused = await made.post("/v1/completions", GOOD, headers=JSON)
+    assert (refused.status, refused.headers["retry-after"]) == (429, "2")
+    assert error_of(refused)["code"] == "too_many_bytes"
+    for request in held:
+        request.cancel()
+    await made.idle()
+    made.prefill[0].engine.step_seconds = 0
+    assert (await made.post("/v1/completions", GOOD, headers=JSON)).status == 200

@@ -253,3 +253,21 @@ async def test_a_draining_pod_gets_no_new_requests_and_its_streams_finish(build:
     assert len(made.decode[0].engine.decoded) == seen
     assert [events((await stream).raw)[-1] for stream in streams] == [b"[DONE]"] * 2
     assert await ending == 0
+
+
+async def test_text_and_tokens_are_asked_of_a_prefill_pod_and_of_another_if_that_one_fails(
+    build: Builder, bad: Bad
+) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine()], router=False)
+    pod = await bad(busy)
+    made.url = await build.router([made.prefill[0].url, pod.url], [made.decode[0].url])
+    for _ in range(3):
+        tokens = await made.post("/tokenize", {"prompt": "hi"})
+        assert (tokens.status, tokens.json()["tokens"]) == (200, list(b"hi"))
+        text = await made.post("/detokenize", {"tokens": list(b"hi")}, headers={"x-request-id": "mine"})
+        assert (text.json(), text.headers["x-request-id"]) == ({"prompt": "hi"}, "mine")
+    assert {"tokenize", "detokenize"} & set(pod.calls)
+    refused = await made.post("/tokenize", {"model": "other", "prompt": "hi"})
+    assert (refused.status, refused.json()["error"]["code"]) == (404, "model_not_found")
+    wrong = await made.post("/detokenize", {"tokens": [-1]})
+    assert (wrong.status, wrong.json()["error"]["param"]) == (400, "tokens")

@@ -51,11 +51,11 @@ class Router:
         self.max_model_len = max_model_len
         self.life = life
         self.pools = pools
-        self.metrics = RouterMetrics(pools)
+        self._room = Room()
+        self.metrics = RouterMetrics(pools, lambda: self._room.taken)
         self._token = token
         self._proxy = Proxy(legs, pools, on_first_byte=self._first_byte)
         self._wait_seconds = wait_seconds
-        self._room = Room()
         self._began = int(time.time())
 
     def app(self) -> web.Application:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -36,9 +36,11 @@ class _Pods(Collector):
 
 
 class RouterMetrics:
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, body_bytes: Callable[[], int]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Pods(pools))
+        held = Gauge("glm52_router_body_bytes", "Bytes of clients' bodies that are held", registry=self._registry)
+        held.set_function(body_bytes)
         self.requests = Counter(
             "glm52_router_requests", "Client requests by status", ["endpoint", "status"], registry=self._registry
         )

@@ -282,6 +282,8 @@ async def test_a_router_holds_only_so_many_bytes_of_bodies(build: Builder, monke
     refused = await made.post("/v1/completions", GOOD, headers=JSON)
     assert (refused.status, refused.headers["retry-after"]) == (429, "2")
     assert error_of(refused)["code"] == "too_many_bytes"
+    async with made.session.get(made.url + "/metrics") as response:
+        assert f"glm52_router_body_bytes {3 * len(GOOD)}.0" in await response.text()
     for request in held:
         request.cancel()
     await made.idle()

@@ -74,8 +74,16 @@ def build(module: Module, paths: Paths, go: Path, phase: Phase) -> Path:
     with fresh(target, paths) as part:
         follow(
             [
-                go, "build", "-v", "-trimpath", "-gcflags=all=-dwarf=false", "-ldflags", module.ldflags,
-                "-o", f"{part}/", *module.packages,
+                go,
+                "build",
+                "-v",
+                "-trimpath",
+                "-gcflags=all=-dwarf=false",
+                "-ldflags",
+                module.ldflags,
+                "-o",
+                f"{part}/",
+                *module.packages,
             ],
             count,
             env=environment(paths),

@@ -24,11 +24,16 @@ def test_three_nodes_are_ready(cluster: Cluster) -> None:
 def test_an_image_runs_unprivileged_and_holds_only_its_own(cluster: Cluster, name: str) -> None:
     package = WITHOUT[name]
     code = f"import glm52_engine.config, importlib.util as u, os; print(os.getuid(), u.find_spec({package!r}))"
-    said = kubectl(
-        cluster, "run", f"holds-{name}", "--rm", "--attach", "--quiet", "--restart=Never",
-        "--image", cluster.images[name],
-        "--image-pull-policy=Never", "--command", "--", "python3", "-c", code, timeout=120,
+    pod = f"holds-{name}"
+    kubectl(cluster, "delete", "pod", pod, "--ignore-not-found")
+    kubectl(
+        cluster, "run", pod, "--restart=Never", "--image", cluster.images[name], "--image-pull-policy=Never",
+        "--command", "--", "python3", "-c", code,
     )  # fmt: skip
+    # Not --attach: it shows nothing of a container that ends before it is attached to.
+    kubectl(cluster, "wait", "--for=jsonpath={.status.phase}=Succeeded", f"pod/{pod}", "--timeout=110s", timeout=120)
+    said = kubectl(cluster, "logs", pod)
+    kubectl(cluster, "delete", "pod", pod, "--wait=false")
     assert said.split() == ["10001", "None"]
 
 

@@ -6,46 +6,56 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.chain import CHAINED, after_previous
+
 
 @triton.jit
 def _scores(
     query, head_weights, keys, table, lengths, scores,
-    q_row, table_row, key_block, key_row, score_row, block_size, top_k,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BL: tl.constexpr,
+    rows, table_row, key_block, key_row, score_row, block_size, top_k,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    after_previous(PDL)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    there = row < rows
     first = tl.program_id(1) * BL
-    length = tl.load(lengths + row)
+    length = tl.load(lengths + row, there, other=0)
+    longest = tl.max(length, 0)
     # A context of at most K is selected whole: its scores are never looked at.
-    if (first < length) & (length > top_k):
+    if (first < longest) & (longest > top_k):
         at = first + tl.arange(0, BL)
         d = tl.arange(0, DIM)
-        head = tl.arange(0, HEADS)
-        block = tl.load(table + row * table_row + at // block_size, at < length, other=0).to(tl.int64)
+        head = tl.program_id(0).to(tl.int64) * BR * HEADS + tl.arange(0, BR * HEADS)
+        known = head < rows * HEADS
+        blocks = table + tl.program_id(0).to(tl.int64) * BR * table_row
+        block = tl.load(blocks + at // block_size, at < longest, other=0).to(tl.int64)
         from_key = keys + block * key_block + (at % block_size) * key_row
-        key = tl.load(from_key[:, None] + d[None, :], (at < length)[:, None], other=0.0)
-        q = tl.load(query + row * q_row + head[None, :] * DIM + d[:, None])
-        weight = tl.load(head_weights + row * HEADS + head)
-        per_head = tl.dot(key, q)
-        per_head = tl.maximum(per_head, 0.0) * weight[None, :]
-        tl.store(scores + row * score_row + at, tl.sum(per_head, 1), at < length)
+        key = tl.load(from_key[:, None] + d[None, :], (at < longest)[:, None], other=0.0)
+        q = tl.load(query + head[None, :] * DIM + d[:, None], known[None, :], other=0.0)
+        weight = tl.load(head_weights + head, known, other=0.0)
+        per_head = tl.maximum(tl.dot(key, q), 0.0) * weight[None, :]
+        score = tl.sum(tl.reshape(per_head, (BL, BR, HEADS)), 2)
+        into = scores + row.to(tl.int64)[None, :] * score_row + at[:, None]
+        tl.store(into, score, there[None, :] & (at[:, None] < length[None, :]))
 
 
 def scores(
     query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor,
-    out: torch.Tensor, *, top_k: int, block_l: int = 128, warps: int = 4,
+    out: torch.Tensor, *, top_k: int, together: int = 1, block_l: int = 128, warps: int = 4,
 ) -> None:  # fmt: skip
     """out[t, p] = sum over heads of weight × relu(query · key of position p), for p < lengths[t].
 
     query [T, H, D] rotated; head_weights float32 [T, H] with all scales in them; keys [blocks, block_size, D] in any
-    strides with D contiguous; table int32 [T, most blocks]; lengths int32 [T]; out float32 [T, longest]. Rows that
-    are not longer than `top_k` are left unwritten.
+    strides with D contiguous; table int32 [T, most blocks]; lengths int32 [T]; out float32 [T, longest]. Scores of
+    rows that are not longer than `top_k` may stay unwritten.
+
+    `together` (a power of two): so many rows at a time belong to one sequence, and share every key that is read.
     """
     rows, heads, dim = query.shape
-    _scores[(rows, triton.cdiv(out.shape[1], block_l))](
+    _scores[(triton.cdiv(rows, together), triton.cdiv(out.shape[1], block_l))](
         query, head_weights, keys, table, lengths, out,
-        query.stride(0), table.stride(0), keys.stride(0), keys.stride(1), out.stride(0), keys.shape[1], top_k,
-        HEADS=heads, DIM=dim, BL=block_l, num_warps=warps,
+        rows, table.stride(0), keys.stride(0), keys.stride(1), out.stride(0), keys.shape[1], top_k,
+        HEADS=heads, DIM=dim, BL=block_l, BR=together, num_warps=warps if together == 1 else 8, **CHAINED,
     )  # fmt: skip
 
 
@@ -84,32 +94,40 @@ def _border(counts, need, BINS: tl.constexpr):
 
 @triton.jit
 def _known(counts, K: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr):
-    """What the passes before STEP have decided: the threshold's leading bits, and how many ties are needed."""
+    """What the passes before STEP have decided: the threshold's leading bits, and how many ties are needed.
+
+    Only the last histogram is new: what the ones before decided is kept behind the third, which has 1,024 bins.
+    """
     prefix = 0
     need = K
-    if STEP > 0:
+    kept = counts + 2 * BINS + 1024
+    if STEP == 1:
         digit, need = _border(counts, need, BINS)
         prefix = ((digit ^ 0x400) << 21) >> 21
-    if STEP > 1:
-        digit, need = _border(counts + BINS, need, BINS)
-        prefix = (prefix << 11) | digit
-    if STEP > 2:
-        digit, need = _border(counts + 2 * BINS, need, BINS)
-        prefix = (prefix << 10) | digit
+    if STEP == 2:
+        digit, need = _border(counts + BINS, tl.load(kept + 1), BINS)
+        prefix = (tl.load(kept) << 11) | digit
+    if STEP == 3:
+        digit, need = _border(counts + 2 * BINS, tl.load(kept + 3), BINS // 2)
+        prefix = (tl.load(kept + 2) << 10) | digit
     return prefix, need
 
 
 @triton.jit
 def _count(
     scores, lengths, counts, score_row,
-    K: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr, BL: tl.constexpr,
+    K: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BL
     length = tl.load(lengths + row)
     if (length > K) & (first < length):
         counts += row * 3 * BINS
-        prefix, _ = _known(counts, K, STEP, BINS)
+        prefix, need = _known(counts, K, STEP, BINS)
+        if (STEP > 0) & (first == 0):
+            tl.store(counts + 2 * BINS + 1024 + 2 * (STEP - 1), prefix)
+            tl.store(counts + 2 * BINS + 1024 + 2 * (STEP - 1) + 1, need)
         at = first + tl.arange(0, BL)
         alive = at < length
         key = _ordered(tl.load(scores + row * score_row + at, alive, other=0.0))
@@ -117,15 +135,15 @@ def _count(
             alive = alive & ((key >> 21) == prefix)
         if STEP == 2:
             alive = alive & ((key >> 10) == prefix)
-        found = tl.histogram(_digit(key, STEP), BINS, mask=alive)
-        tl.atomic_add(counts + STEP * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
+        tl.atomic_add(counts + STEP * BINS + _digit(key, STEP), 1, mask=alive, sem="relaxed")
 
 
 @triton.jit
 def _emit(
     scores, lengths, table, counts, zero, selected, score_row, table_row, block_size, block_rows,
-    K: tl.constexpr, BINS: tl.constexpr, BL: tl.constexpr,
+    K: tl.constexpr, BINS: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -162,7 +180,7 @@ def _emit(
 
 def top_k(
     scores: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, selected: torch.Tensor,
-    counts: tuple[torch.Tensor, torch.Tensor], *, block_size: int, block_rows: int, block_l: int = 4096,
+    counts: tuple[torch.Tensor, torch.Tensor], *, block_size: int, block_rows: int, block_l: int = 2048,
 ) -> None:  # fmt: skip
     """selected int32 [T, K]: cache rows of the K best positions below lengths[t], ascending by position, then -1.
 
@@ -180,11 +198,11 @@ def top_k(
     warps = max(1, min(16, block // 256))
     for step in range(3):
         _count[grid](
-            scores, lengths, now, scores.stride(0), K=k, STEP=step, BINS=BINS, BL=block, num_warps=warps
+            scores, lengths, now, scores.stride(0), K=k, STEP=step, BINS=BINS, BL=block, num_warps=warps, **CHAINED,
         )  # fmt: skip
     _emit[grid](
         scores, lengths, table, now, then, selected, scores.stride(0), table.stride(0), block_size, block_rows,
-        K=k, BINS=BINS, BL=block, num_warps=warps,
+        K=k, BINS=BINS, BL=block, num_warps=warps, **CHAINED,
     )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.chain import CHAINED, after_previous
+
 BLOCK = 128
 """Rows and columns that share one scale in an FP8 block checkpoint."""
 
@@ -18,8 +20,9 @@ BLOCK = 128
 @triton.jit
 def _linear(
     x, w, scale, out, rows, n_total, k_total, x_stride, out_split, out_row, splits,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -76,5 +79,5 @@ def linear(
     _linear[grid](
         x, weight, scale, out, rows, n, x.shape[1], x.stride(0), out.stride(0), out.stride(1), splits,
         BM=block_m, BN=block_n, BK=block_k, FP8=scale is not None,
-        num_stages=stages, num_warps=warps,
+        num_stages=stages, num_warps=warps, **CHAINED,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.chain import CHAINED, after_previous
 from glm52_engine.kernels.rows import _rotated
 
 
@@ -14,8 +15,9 @@ def _absorb(
     b, kv_b, cos, sin, query, index_query,
     rows, b_split, b_row, head_width, nope, latent, index_at,
     SPLITS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX: tl.constexpr, ROPE2: tl.constexpr,
-    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr,
+    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     part = tl.program_id(0)
     tile = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -23,47 +25,43 @@ def _absorb(
     m64 = m.to(tl.int64)
     pair = tl.arange(0, ROPE2)
     row_width = latent + 2 * ROPE2
-    if part < HEADS:
+    if (part < HEADS) & (tile * BL < latent):
         c_at = tile * BL + tl.arange(0, BL)
         k = tl.arange(0, BK)
-        acc = tl.zeros((BL, BM), tl.float32)
-        for start in range(0, nope, BK):
-            k_in = start + k < nope
-            at = kv_b + (part * (nope + V) + start + k).to(tl.int64)[None, :] * latent + c_at[:, None]
-            weight = tl.load(at, k_in[None, :] & (c_at < latent)[:, None], other=0.0)
-            q = tl.zeros((BK, BM), tl.float32)
-            for split in tl.static_range(SPLITS):
-                at = b + split * b_split + m64[None, :] * b_row + part * head_width + start + k[:, None]
-                q += tl.load(at, m_in[None, :] & k_in[:, None], other=0.0).to(tl.float32)
-            acc = tl.dot(weight, q.to(weight.dtype), acc)
+        at = kv_b + (part * (nope + V) + k).to(tl.int64)[None, :] * latent + c_at[:, None]
+        weight = tl.load(at, (k < nope)[None, :] & (c_at < latent)[:, None], other=0.0)
+        q = tl.zeros((BK, BM), tl.float32)
+        for split in tl.static_range(SPLITS):
+            q_at = b + split * b_split + m64[None, :] * b_row + part * head_width + k[:, None]
+            q += tl.load(q_at, m_in[None, :] & (k < nope)[:, None], other=0.0).to(tl.float32)
+        acc = tl.dot(weight, q.to(weight.dtype))
         for copy in tl.static_range(COPIES):
             q_into = query + ((m64[None, :] * COPIES + copy) * HEADS + part) * row_width + c_at[:, None]
             tl.store(q_into, acc.to(query.dtype.element_ty), m_in[None, :] & (c_at < latent)[:, None])
-    if tile == 0:
+    if tile * BL >= latent:  # the last program of a head rotates, beside the others
         mask = m_in[:, None] & (pair < ROPE2)[None, :]
         c = tl.load(cos + m64[:, None] * ROPE2 + pair[None, :], mask, other=0.0)
         s = tl.load(sin + m64[:, None] * ROPE2 + pair[None, :], mask, other=0.0)
-        even = tl.zeros((BM, ROPE2), tl.float32)
-        odd = tl.zeros((BM, ROPE2), tl.float32)
-        at = b + m64[:, None] * b_row + 2 * pair[None, :]
+        r = tl.arange(0, 2 * ROPE2)
+        at = b + m64[:, None] * b_row + r[None, :]
         if part < HEADS:
             at += part * head_width + nope
         else:
             at += index_at + (part - HEADS) * INDEX
+        both = tl.zeros((BM, 2 * ROPE2), tl.float32)
         for split in tl.static_range(SPLITS):
-            even += tl.load(at + split * b_split, mask, other=0.0).to(tl.float32)
-            odd += tl.load(at + split * b_split + 1, mask, other=0.0).to(tl.float32)
+            both += tl.load(at + split * b_split, m_in[:, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(both, (BM, ROPE2, 2)))
         even, odd = _rotated(even, odd, c, s)
+        both = tl.interleave(even, odd)
         if part < HEADS:
             for copy in tl.static_range(COPIES):
-                end = query + ((m64[:, None] * COPIES + copy) * HEADS + part) * row_width + latent + 2 * pair[None, :]
-                tl.store(end, even.to(query.dtype.element_ty), mask)
-                tl.store(end + 1, odd.to(query.dtype.element_ty), mask)
+                end = query + ((m64[:, None] * COPIES + copy) * HEADS + part) * row_width + latent + r[None, :]
+                tl.store(end, both.to(query.dtype.element_ty), m_in[:, None])
         else:
             dtype = index_query.dtype.element_ty
             into = index_query + (m64[:, None] * INDEX_HEADS + part - HEADS) * INDEX
-            tl.store(into + 2 * pair[None, :], even.to(dtype), mask)
-            tl.store(into + 2 * pair[None, :] + 1, odd.to(dtype), mask)
+            tl.store(into + r[None, :], both.to(dtype), m_in[:, None])
             d = tl.arange(0, INDEX)
             plain = m_in[:, None] & (d >= 2 * ROPE2)[None, :]
             x = tl.zeros((BM, INDEX), tl.float32)
@@ -75,7 +73,7 @@ def _absorb(
 
 def absorb(
     b: torch.Tensor, kv_b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor,
-    index_query: torch.Tensor | None, *, nope: int, value: int, copies: int = 1,
+    index_query: torch.Tensor | None, *, nope: int, value: int, copies: int = 1, block_l: int = 128, warps: int = 4,
 ) -> None:  # fmt: skip
     """Rotated queries in the latent space, and rotated index queries of a full layer.
 
@@ -88,14 +86,14 @@ def absorb(
     rope = 2 * cos.shape[1]
     latent = width - rope
     index_heads, index_dim = (0, 16) if index_query is None else (index_query.shape[1], index_query.shape[2])
-    block_m = 16  # more would leave most multiprocessors idle: the weights come again from the L2 cache
-    block_l = min(128, latent)
-    grid = (heads + index_heads, triton.cdiv(latent, block_l), triton.cdiv(rows, block_m))
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_l = min(block_l, latent)
+    grid = (heads + index_heads, triton.cdiv(latent, block_l) + 1, triton.cdiv(rows, block_m))
     _absorb[grid](
         b, kv_b, cos, sin, query, query if index_query is None else index_query,
         rows, b.stride(0), b.stride(1), nope + rope, nope, latent, heads * (nope + rope),
         SPLITS=splits, HEADS=heads, INDEX_HEADS=max(1, index_heads), INDEX=index_dim, ROPE2=rope // 2, V=value,
-        COPIES=copies, BM=block_m, BL=block_l, BK=min(64, triton.next_power_of_2(nope)), num_warps=4, num_stages=2,
+        COPIES=copies, BM=block_m, BL=block_l, BK=triton.next_power_of_2(nope), num_warps=warps, **CHAINED,
     )  # fmt: skip
 
 
@@ -104,8 +102,9 @@ def _attend(
     query, pool, selected, lengths, out, peak, total,
     latent, scale, per_split, selected_row,
     HEADS: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.arange(0, BH)
@@ -178,17 +177,31 @@ def attend_flash(
     if parts == 1:
         out.copy_(partial)
     else:
-        _merge_lse[(rows, heads)](partial, lse, out, HEADS=heads, SPLITS=parts, LATENT=latent, num_warps=2)
+        _merge_lse[(rows, heads)](
+            partial,
+            lse,
+            out,
+            HEADS=heads,
+            SPLITS=parts,
+            LATENT=latent,
+            LOG2E=1.4426950408889634,
+            num_warps=2,
+            **CHAINED,
+        )
 
 
 @triton.jit
-def _merge_lse(parts, lse, out, HEADS: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr):
+def _merge_lse(
+    parts, lse, out, HEADS: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr, LOG2E: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, LATENT)
     s = tl.arange(0, SPLITS)
     base = (row * SPLITS + s) * HEADS + head
-    m = tl.load(lse + base)
+    m = tl.load(lse + base) * LOG2E  # the package's are natural logarithms
     # A part with nothing to look at says +inf or -inf, depending on the kernel.
     m = tl.where((m == float("inf")) | (m != m), float("-inf"), m)
     top = tl.max(m, 0)
@@ -199,7 +212,18 @@ def _merge_lse(parts, lse, out, HEADS: tl.constexpr, SPLITS: tl.constexpr, LATEN
 
 
 @triton.jit
-def _merge(parts, peak, total, out, HEADS: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr, BS: tl.constexpr):
+def _merge(
+    parts,
+    peak,
+    total,
+    out,
+    HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, LATENT)
@@ -242,19 +266,29 @@ def attend(
         query, pool, selected, lengths, parts, peak, total,
         latent, scale * 1.4426950408889634, triton.cdiv(k, splits), selected.stride(0),
         HEADS=heads, K=k, SPLITS=splits, BH=max(16, triton.next_power_of_2(heads)), BK=block,
-        LATENT=latent, ROPE=width - latent, STAGES=stages, num_warps=warps,
+        LATENT=latent, ROPE=width - latent, STAGES=stages, num_warps=warps, **CHAINED,
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads)](
-            parts, peak, total, out, HEADS=heads, SPLITS=splits, LATENT=latent, BS=splits, num_warps=2
+            parts,
+            peak,
+            total,
+            out,
+            HEADS=heads,
+            SPLITS=splits,
+            LATENT=latent,
+            BS=splits,
+            num_warps=2,
+            **CHAINED,
         )
 
 
 @triton.jit
 def _expand(
     attended, kv_b, out, rows, nope, latent,
-    HEADS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    HEADS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     head = tl.program_id(0)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -270,13 +304,17 @@ def _expand(
     tl.store(at, acc.to(out.dtype.element_ty), (m < rows)[None, :] & (v < V)[:, None])
 
 
-def expand(attended: torch.Tensor, kv_b: torch.Tensor, out: torch.Tensor, *, nope: int) -> None:
+def expand(
+    attended: torch.Tensor, kv_b: torch.Tensor, out: torch.Tensor, *, nope: int, block_v: int = 128, block_k: int = 128,
+    warps: int = 4, stages: int = 3,
+) -> None:  # fmt: skip
     """Values back out of the latent space: attended [T, H, latent], kv_b [H × (nope + V), latent] → out [T, H, V]."""
     rows, heads, latent = attended.shape
     value = out.shape[2]
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    block_v = min(64, triton.next_power_of_2(value))
+    block_v = min(block_v, triton.next_power_of_2(value))
     _expand[(heads, triton.cdiv(value, block_v), triton.cdiv(rows, block_m))](
         attended, kv_b, out, rows, nope, latent,
-        HEADS=heads, V=value, BM=block_m, BV=block_v, BK=min(128, latent), num_warps=4, num_stages=3,
+        HEADS=heads, V=value, BM=block_m, BV=block_v, BK=min(block_k, latent), num_warps=warps,
+        num_stages=stages, **CHAINED,
     )  # fmt: skip

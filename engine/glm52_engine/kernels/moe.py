@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from glm52_engine.kernels import linear
+from glm52_engine.kernels.chain import CHAINED, after_previous
 
 
 @triton.jit
@@ -17,8 +18,9 @@ def _choose(
     logits, bias, active_rows, counts, members, weights, busy,
     rows, experts, scaling,
     TOP: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     t = tl.arange(0, BT)
     e = tl.arange(0, BE)
     live = t < tl.load(active_rows)
@@ -60,8 +62,9 @@ def _choose(
 def _up(
     x, w, scale, counts, members, busy, out,
     rows, dim, inner,
-    SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr,
+    SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     which = tl.program_id(1)
     if which < tl.load(busy):
         expert = tl.load(busy + 1 + which)
@@ -103,8 +106,9 @@ def _up(
 def _down(
     h, w, scale, counts, members, busy, weights, out,
     rows, dim, inner,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     which = tl.program_id(1)
     if which < tl.load(busy):
         expert = tl.load(busy + 1 + which)
@@ -183,7 +187,7 @@ def route(
     _choose[(1,)](
         into.logits, bias, active, into.counts, into.members, into.weights, into.busy, rows, into.experts, scaling,
         TOP=into.top, BT=triton.next_power_of_2(rows), BE=triton.next_power_of_2(into.experts), NORM=normalise,
-        SLOTS=into.slots, SPLITS=_ROUTER_SPLITS, num_warps=8,
+        SLOTS=into.slots, SPLITS=_ROUTER_SPLITS, num_warps=8, **CHAINED,
     )  # fmt: skip
 
 
@@ -201,7 +205,7 @@ def up(
     _up[(triton.cdiv(inner, block_n), routed.most_busy)](
         x, weight, scale, routed.counts, routed.members, routed.busy, out, rows, dim, inner,
         SLOTS=routed.slots, BM=block_m, BN=block_n, BK=min(block_k, triton.next_power_of_2(dim)),
-        FP8=scale is not None, num_warps=warps, num_stages=stages,
+        FP8=scale is not None, num_warps=warps, num_stages=stages, **CHAINED,
     )  # fmt: skip
 
 
@@ -219,5 +223,44 @@ def down(
     _down[(triton.cdiv(dim, block_n), routed.most_busy)](
         h, weight, scale, routed.counts, routed.members, routed.busy, routed.weights, out, rows, dim, inner,
         BM=block_m, BN=block_n, BK=min(block_k, triton.next_power_of_2(inner)),
-        FP8=scale is not None, num_warps=warps, num_stages=stages,
+        FP8=scale is not None, num_warps=warps, num_stages=stages, **CHAINED,
     )  # fmt: skip
+
+
+@triton.jit
+def _gate(both, weights, out, inner, BI: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BI + tl.arange(0, BI)
+    inside = n < inner
+    gate = tl.load(both + row * 2 * inner + n, inside, other=0.0).to(tl.float32)
+    raised = tl.load(both + row * 2 * inner + inner + n, inside, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * raised * tl.load(weights + row)
+    tl.store(out + row * inner + n, value.to(out.dtype.element_ty), inside)
+
+
+def gate(both: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """out = weight of the row × silu(first half) × second half; both [N, 2 × inner], weights float32 [N]."""
+    rows, inner = out.shape
+    _gate[(rows, triton.cdiv(inner, 1024))](both, weights, out, inner, BI=1024, num_warps=4, **CHAINED)
+
+
+@triton.jit
+def _gather_sum(shared, parts, places, out, dim, TOP: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = d < dim
+    total = tl.load(shared + row * dim + d, inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(TOP):
+        place = tl.load(places + row * TOP + i).to(tl.int64)
+        total += tl.load(parts + place * dim + d, inside, other=0.0).to(tl.float32)
+    tl.store(out + row * dim + d, total.to(out.dtype.element_ty), inside)
+
+
+def gather_sum(shared: torch.Tensor, parts: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """out[t] = shared[t] + sum over i of parts[places[t, i]]; all [.., D], places int64 [T, top]."""
+    rows, dim = out.shape
+    _gather_sum[(rows, triton.cdiv(dim, 2048))](
+        shared, parts, places, out, dim, TOP=places.shape[1], BD=2048, num_warps=8, **CHAINED
+    )

@@ -8,14 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.chain import CHAINED, after_previous
+
 K_NORM_EPS = 1e-6
 
 
 @triton.jit
 def _add_norm(
     hidden, parts, weight, normed, dim, part_row, part_step, eps,
-    PARTS: tl.constexpr, BD: tl.constexpr,
+    PARTS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     inside = d < dim
@@ -48,15 +51,16 @@ def add_norm(
     block = triton.next_power_of_2(dim)
     _add_norm[(rows,)](
         hidden, given, weight, normed, dim, row, step, eps,
-        PARTS=count, BD=block, num_warps=max(1, min(16, block // 512)),
+        PARTS=count, BD=block, num_warps=max(1, min(16, block // 512)), **CHAINED,
     )  # fmt: skip
 
 
 @triton.jit
 def _begin(
     tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies,
-    dim, table_row, block_size, block_rows, ROPE2: tl.constexpr, BD: tl.constexpr,
+    dim, table_row, block_size, block_rows, ROPE2: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     inside = d < dim
@@ -87,7 +91,7 @@ def begin(
     _begin[(rows,)](
         tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies,
         dim, table.stride(0), block_size, block_rows,
-        ROPE2=cos.shape[1], BD=triton.next_power_of_2(dim), num_warps=8,
+        ROPE2=cos.shape[1], BD=triton.next_power_of_2(dim), num_warps=8, **CHAINED,
     )  # fmt: skip
 
 
@@ -135,8 +139,9 @@ def _latents(
     a, slots, cos, sin, q_weight, kv_weight, k_weight, k_bias, q_out, pool, keys, head_weights,
     a_row, a_split, key_block, key_row, block_rows, q_dim, latent, eps, k_eps, head_scale,
     SPLITS: tl.constexpr, ROPE2: tl.constexpr, INDEX: tl.constexpr, HEADS: tl.constexpr, FULL: tl.constexpr,
-    BQ: tl.constexpr, BL: tl.constexpr,
+    BQ: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     a += row * a_row
@@ -215,15 +220,16 @@ def latents(
         q_out.shape[1], norms.kv.shape[0], eps, K_NORM_EPS, key.head_scale,
         SPLITS=splits, ROPE2=place.cos.shape[1], INDEX=16 if index is None else key.keys.shape[-1],
         HEADS=key.head_weights.shape[1], FULL=index is not None, BQ=triton.next_power_of_2(q_out.shape[1]),
-        BL=triton.next_power_of_2(norms.kv.shape[0]), num_warps=4,
+        BL=triton.next_power_of_2(norms.kv.shape[0]), num_warps=4, **CHAINED,
     )  # fmt: skip
 
 
 @triton.jit
 def _next(
     logits, tokens, positions, lengths, out, vocab, row_stride, active,
-    BV: tl.constexpr,
+    BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     best = tl.full((BV,), float("-inf"), tl.float32)
     where = tl.zeros((BV,), tl.int32)
@@ -251,5 +257,15 @@ def feed(
     logits [T, vocab]; out int32 [T]; tokens, positions, lengths advance in place where the row is active.
     """
     _next[(logits.shape[0],)](
-        logits, tokens, positions, lengths, out, vocab_bound, logits.stride(0), active, BV=16384, num_warps=16
+        logits,
+        tokens,
+        positions,
+        lengths,
+        out,
+        vocab_bound,
+        logits.stride(0),
+        active,
+        BV=16384,
+        num_warps=16,
+        **CHAINED,
     )

@@ -133,7 +133,7 @@ class DecodeStep:
 
         def split(matrix: torch.Tensor) -> torch.Tensor:
             parts = linear_kernels.splits_for(matrix.shape[-2])
-            return empty(parts, batch, matrix.shape[-2], of=torch.float32)
+            return empty(parts, batch, matrix.shape[-2], of=torch.float32 if parts > 1 else dtype)
 
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -170,7 +170,9 @@ class DecodeStep:
         self._a = [split(layer.a) for layer in weights.layers]
         self._b = [split(layer.b) for layer in weights.layers]
         self._o = split(weights.layers[0].o)
-        self._head = split(weights.head)
+        self._head = empty(
+            linear_kernels.splits_for(weights.head.shape[0]), batch, weights.head.shape[0], of=torch.float32
+        )
         self._dense = moe.Routed.everything(batch, device)
         self._routed = moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
         inner = [layer.down.shape[2] for layer in weights.layers]
@@ -203,6 +205,10 @@ class DecodeStep:
             logits, self.tokens, self.positions, self.lengths, self.chosen, self.active, vocab_bound=self._vocab_bound
         )
         self.logits = logits
+
+    def experts_with_rows(self) -> int:
+        """Experts that the last MoE layer of the last step used, the shared one included; waits for the device."""
+        return int(self._routed.busy[0])
 
     def _attention(self, index: int, layer: LayerWeights, counts: tuple[torch.Tensor, torch.Tensor]) -> None:
         spec, pool = self._weights.spec, self._pool

@@ -1,0 +1,82 @@
+"""How far our GPU path is from transformers in float32, and how far transformers in bfloat16 is, at full layer size.
+
+    python -m bench.parity [--out docs/benchmarks]
+
+Random weights make near-ties between experts, and in bfloat16 one in some rows falls the other way: such a row is off
+by a tenth whoever computes it. Medians over rows therefore compare the arithmetic, and the share of rows that are off
+by more than 5 % compares how often ties fall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import shapes
+from bench.decode import Ours
+
+LENGTHS = (300, 2500)
+ROWS = 64
+
+
+def apart(found: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
+    """Of relative distances per row, [T, N] each: the median, and the share above 5 %."""
+    each = (found.float() - truth.float()).norm(dim=-1) / truth.float().norm(dim=-1)
+    return {"median": round(float(each.median()), 4), "share_off": round(float((each > 0.05).float().mean()), 3)}
+
+
+@torch.inference_mode()
+def prefill(model: Any, truth: Any, weights: Any, length: int) -> dict[str, Any]:
+    """Hidden states before each layer and logits, of the last rows of one prompt."""
+    ours = Ours(weights, 1, length, identical=False)
+    trace: list[torch.Tensor] = []
+    at = torch.arange(length, device="cuda")
+    last = at[-ROWS:]
+    logits = ours.prefill.run(ours.prompts[0], at, ours.step.table[:1].expand(length, -1), length, last, trace=trace)
+    theirs = model(ours.prompts, output_hidden_states=True)
+    exact = truth(ours.prompts, output_hidden_states=True)
+    report: dict[str, Any] = {}
+    for layer, mine in enumerate(trace):
+        want = exact.hidden_states[layer][0, -ROWS:]
+        report[f"layer {layer}"] = {
+            "ours": apart(mine[-ROWS:], want), "transformers": apart(theirs.hidden_states[layer][0, -ROWS:], want),
+        }  # fmt: skip
+    want = exact.logits[0, -ROWS:]
+    report["logits"] = {"ours": apart(logits, want), "transformers": apart(theirs.logits[0, -ROWS:], want)}
+    return report
+
+
+@torch.inference_mode()
+def decode(model: Any, truth: Any, weights: Any, length: int, rows: int = 16) -> dict[str, Any]:
+    """Logits of one decode step after the prefill of different prompts."""
+    ours = Ours(weights, rows, length, identical=False)
+    ours.fill()
+    ours.reset()
+    more = torch.cat((ours.prompts, ours.logits.argmax(1, keepdim=True)), 1)
+    ours.step.run()
+    want = torch.cat([truth(ids[None], logits_to_keep=1).logits[0] for ids in more])
+    theirs = torch.cat([model(ids[None], logits_to_keep=1).logits[0] for ids in more])
+    return {"ours": apart(ours.step.logits, want), "transformers": apart(theirs, want)}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    arguments.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    chosen = arguments.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    weights = shapes.random_weights(shapes.spec(), "cuda")
+    model, truth = shapes.transformers_model(weights), shapes.transformers_model(weights).float()
+    report: dict[str, Any] = {}
+    for length in LENGTHS:
+        report[f"prefill {length}"] = prefill(model, truth, weights, length)
+        report[f"decode {length}"] = decode(model, truth, weights, length)
+        print(json.dumps({name: report[name] for name in (f"prefill {length}", f"decode {length}")}), flush=True)
+    (chosen.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Prefill on a GPU: chunks of thousands of rows, where the matrix products of the libraries are at their best.
+
+The same arithmetic and the same cache as `device.py`'s decode step; rows of several sequences may lie in one chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from glm52_engine.kernels import index as index_kernels
+from glm52_engine.kernels import mla, moe, rows
+from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
+from glm52_engine.model.mla import LATENT_NORM_EPS
+from glm52_engine.model.rope import inverse_frequencies
+
+_SCORE_ROWS = 2048
+"""Rows whose index scores exist at once: 512 MiB of float32 at 65,536 tokens of context."""
+
+
+class Prefill:
+    """Runs chunks of at most `most_rows` rows."""
+
+    def __init__(self, weights: DeviceWeights, pool: DevicePool, *, most_rows: int) -> None:
+        spec = weights.spec
+        self._weights, self._pool, self.most_rows = weights, pool, most_rows
+        self._device = weights.embed.device
+        self._frequencies = inverse_frequencies(spec.qk_rope_head_dim, spec.rope_theta).to(self._device)
+        self._active = torch.full((), most_rows, dtype=torch.int32, device=self._device)
+        self._counts = index_kernels.top_k_counts(min(most_rows, _SCORE_ROWS), self._device)
+        self._flash = mla.flash_usable(spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim, self._device)
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, longest: int,
+        logit_rows: torch.Tensor, *, together: int = 1, trace: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write the rows' KV, return logits float32 [len(logit_rows), vocab].
+
+        tokens, positions int64 [T]; table int32 [T, blocks] the block table of each row's sequence (rows of one
+        sequence may share memory); `longest` the longest context, in tokens; all rows of earlier chunks are there.
+        `together` (1, 2 or 4): so many rows at a time are of one sequence. `trace` receives what each layer gets.
+        """
+        spec, weights = self._weights.spec, self._weights
+        count, dim = len(tokens), spec.hidden_size
+        new = weights.embed.new_empty
+        hidden, normed = new(count, dim), new(count, dim)
+        cos, sin = (new((count, spec.qk_rope_head_dim // 2), dtype=torch.float32) for _ in range(2))
+        slots = new(count, dtype=torch.int32)
+        rows.begin(
+            tokens, positions, weights.embed, hidden, cos, sin, table, slots, self._active, self._frequencies,
+            block_size=self._pool.block_size, block_rows=self._pool.block_rows,
+        )  # fmt: skip
+        lengths = (positions + 1).int()
+        selected = torch.full((count, spec.index_topk), -1, dtype=torch.int32, device=self._device)
+        added: torch.Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            rows.add_norm(hidden, added, layer.input_norm, normed, spec.rms_norm_eps)
+            if trace is not None:
+                trace.append(hidden.clone())
+            place = rows.Place(slots, cos, sin, self._pool.mla[index], self._pool.block_rows)
+            attended = self._attention(index, layer, normed, place, table, lengths, longest, selected, together)
+            rows.add_norm(hidden, attended.unsqueeze(0), layer.mlp_norm, normed, spec.rms_norm_eps)
+            added = self._mlp(layer, normed).unsqueeze(0)
+        rows.add_norm(hidden, added, weights.norm, normed, spec.rms_norm_eps)
+        return F.linear(normed[logit_rows], weights.head).float()
+
+    def _attention(
+        self, index: int, layer: LayerWeights, normed: torch.Tensor, place: rows.Place, table: torch.Tensor,
+        lengths: torch.Tensor, longest: int, selected: torch.Tensor, together: int,
+    ) -> torch.Tensor:  # fmt: skip
+        spec, pool, count = self._weights.spec, self._pool, len(normed)
+        heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
+        keys = None
+        if layer.key_norm is not None:
+            scale = (spec.index_n_heads * spec.index_head_dim) ** -0.5
+            head_weights = normed.new_empty((count, spec.index_n_heads), dtype=torch.float32)
+            keys = rows.IndexRow(*layer.key_norm, pool.keys[index], head_weights, scale)
+        q_latent = normed.new_empty(count, spec.q_lora_rank)
+        a = F.linear(normed, layer.a).unsqueeze(0)
+        rows.latents(a, q_latent, place, rows.Norms(layer.q_norm, layer.kv_norm), keys, eps=LATENT_NORM_EPS)
+        b = F.linear(q_latent, layer.b).unsqueeze(0)
+        query = normed.new_empty(count, heads, latent + rope)
+        index_query = None if keys is None else normed.new_empty(count, spec.index_n_heads, spec.index_head_dim)
+        mla.absorb(
+            b, layer.kv_b, place.cos, place.sin, query, index_query, nope=spec.qk_nope_head_dim, value=spec.v_head_dim
+        )
+        if keys is not None and index_query is not None:
+            self._select(index_query, keys, table, lengths, longest, selected, together)
+        out = normed.new_empty(count, heads, latent)
+        scale = spec.qk_head_dim**-0.5
+        if self._flash:
+            mla.attend_flash(query, pool.mla[index], selected, out, 1, scale=scale)
+        else:
+            mla.attend(query, pool.mla[index], selected, lengths, out, None, scale=scale)
+        values = normed.new_empty(count, heads, spec.v_head_dim)
+        mla.expand(out, layer.kv_b, values, nope=spec.qk_nope_head_dim)
+        return F.linear(values.flatten(1), layer.o)
+
+    def _select(
+        self, query: torch.Tensor, keys: rows.IndexRow, table: torch.Tensor, lengths: torch.Tensor, longest: int,
+        selected: torch.Tensor, together: int,
+    ) -> None:  # fmt: skip
+        spec, pool = self._weights.spec, self._pool
+        scores = query.new_empty((min(_SCORE_ROWS, len(query)), longest), dtype=torch.float32)
+        for first in range(0, len(query), _SCORE_ROWS):
+            part = slice(first, first + _SCORE_ROWS)
+            index_kernels.scores(
+                query[part], keys.head_weights[part], keys.keys, table[part], lengths[part], scores[: len(query[part])],
+                top_k=spec.index_topk, together=together,
+            )  # fmt: skip
+            index_kernels.top_k(
+                scores[: len(query[part])], lengths[part], table[part], selected[part], self._counts,
+                block_size=pool.block_size, block_rows=pool.block_rows,
+            )  # fmt: skip
+            self._counts = self._counts[1], self._counts[0]
+
+    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        spec, count = self._weights.spec, len(x)
+        shared = _gated(x, layer.up[-1], layer.down[-1])
+        if layer.gate is None or layer.bias is None:
+            return shared
+        # float32 throughout: in bfloat16 a near-tie between experts would fall the other way.
+        scores = F.linear(x.float(), layer.gate.float()).sigmoid()
+        top = spec.num_experts_per_tok
+        experts = (scores + layer.bias).topk(top, dim=1).indices
+        weights = scores.gather(1, experts)
+        if spec.norm_topk_prob:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=spec.n_routed_experts).cumsum(0).int()
+        both = grouped_linear(x[order // top], layer.up[:-1], ends)
+        gated = x.new_empty(count * top, layer.down.shape[2])
+        moe.gate(both, (weights * spec.routed_scaling_factor).flatten()[order].contiguous(), gated)
+        parts = grouped_linear(gated, layer.down[:-1], ends)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=x.device)
+        out = torch.empty_like(x)
+        moe.gather_sum(shared, parts, places.view(count, top), out)
+        return out
+
+
+def _gated(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    both = F.linear(x, up)
+    gated = x.new_empty(len(x), down.shape[1])
+    moe.gate(both, torch.ones(len(x), device=x.device), gated)
+    return F.linear(gated, down)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows [ends[e - 1], ends[e]) of x times weight[e].T; x [N, K], weight [E, O, K], ends int32 [E]."""
+    if x.is_cuda:
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    bounds = [0, *ends.tolist()]
+    return torch.cat([F.linear(x[bounds[e] : bounds[e + 1]], weight[e]) for e in range(len(weight))])

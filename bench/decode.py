@@ -273,7 +273,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
         base = [a + b for a, b in zip(base, values, strict=True)]
     right.set_xticks(list(at), [name.split("\n")[0] for name in names], fontsize=6, rotation=30)
     right.set_ylabel("µs of each kernel in a step")
-    right.legend(fontsize=6)
+    right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(f"GLM-5.2 layer dimensions, 4 layers, 32 experts, bf16, {result['machine']['gpu']}")
     figure.tight_layout()
     figure.savefig(file, dpi=110)

@@ -26,20 +26,33 @@ _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 def parse_object(raw: bytes, max_depth: int = MAX_DEPTH, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """A request body as an object whose strings are all valid Unicode; raises a 400."""
+    value = _parse(raw, "the body", None, max_depth, max_values)
+    if not isinstance(value, dict):
+        raise bad(f"the body is a JSON {_kind(value)}, expected an object")
+    return value
+
+
+def parse_text(name: str, text: str, param: str) -> Any:
+    """What a field holds as a text of JSON, which must not bring in what the body itself may not have: raises a 400
+    that names the field."""
+    return _parse(text.encode("utf-8", "replace"), f"{name}:", param, MAX_DEPTH, MAX_VALUES)
+
+
+def _parse(raw: bytes, what: str, param: str | None, max_depth: int, max_values: int) -> Any:
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > max_values:
-        raise bad(f"the body has more than {max_values} commas and brackets")
-    too_deep = bad(f"the body is not usable JSON: it is nested too deeply, more than {max_depth} arrays and objects")
+        raise bad(f"{what} has more than {max_values} commas and brackets", param)
+    too_deep = bad(
+        f"{what} is not usable JSON: it is nested too deeply, more than {max_depth} arrays and objects", param
+    )
     try:
         # Decoded here: json would also take UTF-16 and UTF-32, which the next server does not.
         value = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise bad(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise bad(f"{what} is not UTF-8 ({error.reason} at byte {error.start})", param) from error
     except RecursionError as error:
         raise too_deep from error
     except ValueError as error:
-        raise bad(f"the body is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise bad(f"the body is a JSON {_kind(value)}, expected an object")
+        raise bad(f"{what} is not valid JSON: {error}", param) from error
     if _is_deeper(value, max_depth):
         raise too_deep
     # Half a surrogate pair is legal in JSON and illegal in UTF-8: it would break the tokenizer and the answer.
@@ -48,7 +61,7 @@ def parse_object(raw: bytes, max_depth: int = MAX_DEPTH, max_values: int = MAX_V
 
 def _is_deeper(value: Any, limit: int) -> bool:
     """Level by level, without recursion."""
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(limit):
         items = (outer.values() if isinstance(outer, dict) else outer for outer in level)
         level = [item for inner in items for item in inner if isinstance(item, (dict, list))]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from glm52_engine.serve.errors import bad
-from glm52_engine.serve.fields import Fields, wrong
+from glm52_engine.serve.fields import Fields, parse_text, wrong
 from glm52_engine.structured import GrammarError, sources, tool_calls
 from glm52_engine.tokenizer import FUNCTION_NAME
 
@@ -176,7 +175,7 @@ def _made(field: str, kind: str, value: Any) -> Text | None:
         if kind == "json_object":
             return Text(field, sources.json_object(), {"type": "object"}) if value is True else None
         if kind == "json":
-            schema = json.loads(value) if isinstance(value, str) else value
+            schema = parse_text(field, value, field) if isinstance(value, str) else value
             return Text(field, sources.json_schema(schema), {} if schema is True else schema)
         if kind == "choice":
             if not isinstance(value, list) or not all(isinstance(option, str) for option in value):
@@ -185,5 +184,5 @@ def _made(field: str, kind: str, value: Any) -> Text | None:
         if not isinstance(value, str):
             raise wrong(field, value, "a string")
         return Text(field, sources.regex(value) if kind == "regex" else sources.grammar(value))
-    except (GrammarError, json.JSONDecodeError, RecursionError) as error:
+    except (GrammarError, RecursionError) as error:
         raise bad(f"{field}: {error}", param=field) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from glm52_engine.serve.errors import ApiError, bad
-from glm52_engine.serve.fields import wrong
+from glm52_engine.serve.fields import parse_text, wrong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -60,13 +60,21 @@ def _tool_calls(where: str, value: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list):
         raise _bad_message(where, value, "an array")
-    for i, call in enumerate(value):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad_message(f"{where}[{i}].function", function, "an object with name and arguments")
-        if not isinstance(function.get("arguments", ""), str):
-            raise _bad_message(f"{where}[{i}].function.arguments", function["arguments"], "a string of JSON")
-    return list(value)
+    return [_call(f"{where}[{i}]", call) for i, call in enumerate(value)]
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    """The call with its arguments as the object that templates iterate over."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad_message(f"{where}.function", function, "an object with name and arguments")
+    where, text = f"{where}.function.arguments", function.get("arguments")
+    if not isinstance(text, str | None):
+        raise _bad_message(where, text, "a string of JSON")
+    arguments = parse_text(where, text or "{}", "messages")
+    if not isinstance(arguments, dict):
+        raise _bad_message(where, text, "a string that holds a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _bad_message(where: str, value: Any, expected: str) -> Exception:

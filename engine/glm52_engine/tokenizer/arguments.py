@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -16,6 +17,11 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 _MOST_SCHEMAS = 200
 """That are read for one argument: references to each other must end, and not grow on the way."""
+
+_ESCAPES = re.compile(
+    r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""In JSON: a backslash, a surrogate pair, and (the group) half of one, which no client can encode."""
 
 
 def argument_schema(parameters: Schema, name: str) -> Any:
@@ -78,7 +84,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
         bare = text.strip()
         for candidate in (bare, _PYTHON_WORDS.get(bare)):
             if candidate is not None and _json_types(candidate) & types - {"string"}:
-                return candidate
+                return _ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], candidate)
     return json.dumps(text, ensure_ascii=False)
 
 

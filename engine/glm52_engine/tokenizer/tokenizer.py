@@ -19,6 +19,17 @@ from glm52_engine.config import ConfigError
 from glm52_engine.tokenizer.guard import Guard
 from glm52_engine.tokenizer.marks import MARKS
 
+_MISFITS = (
+    jinja2.TemplateError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+)
+"""What a template raises for values that it did not expect."""
+
 
 class TemplateError(ValueError):
     """These messages do not fit the chat template; the text goes to the client."""
@@ -142,7 +153,7 @@ class Tokenizer:
         try:
             guarded = self._guard.shield([_with_parsed_calls(message) for message in messages], tools)
             return self._template.render(messages=guarded.messages, tools=guarded.tools, **variables), guarded.mark
-        except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
+        except _MISFITS as error:
             raise TemplateError(f"the messages do not fit the chat template: {error}") from error
 
     @functools.cached_property

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm52_engine.route.openapi import document
+from glm52_engine.serve import form, openai
 from glm52_engine.serve.errors import ApiError
 from glm52_engine.serve.fields import parse_object
 from glm52_engine.serve.openai import Endpoint, read_request
@@ -52,40 +54,17 @@ def test_half_a_surrogate_pair_is_replaced_everywhere() -> None:
     assert parse_object(rb'{"a\ud800": ["x\udfff y", "\ud83d\ude00"]}') == {"a\ufffd": ["x\ufffd y", "😀"]}
 
 
-EVERY_FIELD = [
-    "best_of",
-    "cache_salt",
-    "chat_template_kwargs",
-    "echo",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "min_p",
-    "min_tokens",
-    "n",
-    "presence_penalty",
-    "priority",
-    "repetition_penalty",
-    "response_format",
-    "return_token_ids",
-    "seed",
-    "skip_special_tokens",
-    "stop",
-    "stop_token_ids",
-    "stream",
-    "stream_options",
-    "temperature",
-    "tool_choice",
-    "tools",
-    "top_k",
-    "top_logprobs",
-    "top_p",
-    "user",
-]
+_SCHEMAS = document(MODEL)["components"]["schemas"]
+EVERY_FIELD = sorted(
+    {
+        *_SCHEMAS["ChatRequest"]["properties"],
+        *_SCHEMAS["CompletionRequest"]["properties"],
+        *openai._UNSUPPORTED,
+        *openai._HARMLESS,
+        *form._GUIDED,
+    }
+    - {"model", "messages", "prompt"}
+)
 
 
 @pytest.mark.parametrize("field", EVERY_FIELD)
@@ -274,6 +253,47 @@ def test_messages_that_are_none(messages: Any) -> None:
 )
 def test_odd_but_legal_messages(message: dict[str, Any], content: str) -> None:
     assert read_request("chat", {"model": MODEL, "messages": [message]}, MODEL).messages[0]["content"] == content
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return chat(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+TOWER = '{"a": ' * 65 + "1" + "}" * 65
+"""One object more than a body may have in each other."""
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "NaN", '{"a": NaN}', TOWER, '{"a": ' * 990 + "1" + "}" * 990, "[" * 100_000, 3, ["{}"]]
+)
+def test_arguments_of_a_call_that_are_none(text: Any) -> None:
+    error = refusal("chat", called(text))
+    assert (error.status, error.param) == (400, "messages")
+    assert "messages[0].tool_calls[0].function.arguments" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [(None, {}), ("", {}), ('{"a": [1]}', {"a": [1]}), (r'{"\udc00": "x\ud83d y"}', {"\ufffd": "x\ufffd y"})],
+)
+def test_arguments_of_a_call_are_read_like_the_body_around_them(text: str | None, read: dict[str, Any]) -> None:
+    (message,) = read_request("chat", called(text), MODEL).messages
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
+
+
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs"])
+def test_a_schema_as_text_is_read_like_the_body_around_it(field: str) -> None:
+    def asking(text: str) -> dict[str, Any]:
+        return chat(**{field: text if field == "guided_json" else {"json": text}})
+
+    half = read_request("chat", asking(r'{"const": "x\ud83d"}'), MODEL)
+    assert half.form.text is not None
+    assert half.form.text.schema == {"const": "x\ufffd"}
+    for text in ("{", "NaN", '{"items": ' * 65 + "{}" + "}" * 65):
+        error = refusal("chat", asking(text))
+        assert (error.status, error.param) == (400, field)
+        assert field in error.message
 
 
 @pytest.mark.parametrize(

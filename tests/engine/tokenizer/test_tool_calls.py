@@ -88,6 +88,8 @@ def arguments_of(text: str) -> Any:
         ("tags", "[]", []),
         ("tags", '["a", "b"]', ["a", "b"]),
         ("tags", "[" * 100_000, "[" * 100_000),
+        ("tags", r'["\ud83d", "\uDE00 \\"]', ["\ufffd", "\ufffd \\"]),
+        ("tags", r'["\ud83d\ude00", "\\ud83d"]', ["😀", r"\ud83d"]),
         ("where", '{"a": 1}', {"a": 1}),
         ("note", "null", None),
         ("note", "5", "5"),

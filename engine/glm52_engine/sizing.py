@@ -21,6 +21,12 @@ PROCESS_OVERHEAD = 1536 * MIB
 RANK_OVERHEAD = 256 * MIB
 """Per rank: step buffers, logits of one step, block tables."""
 
+ROUTER_MEMORY = 512 * MIB
+"""Of a router pod."""
+
+ROUTER_BODY_BYTES = ROUTER_MEMORY // 2
+"""Clients' bodies that a router holds at one time; the other half is for itself and what a body becomes when parsed."""
+
 PROPAGATION_SECONDS = 5
 """Seconds for routers and proxies to learn that a pod no longer takes requests."""
 

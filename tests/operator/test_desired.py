@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_engine.config import EngineConfig
-from glm52_engine.sizing import GIB, grace_period_seconds, host_memory, startup_budget_seconds
+from glm52_engine.sizing import GIB, ROUTER_MEMORY, grace_period_seconds, host_memory, startup_budget_seconds
 from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.pods import quantity
@@ -121,6 +121,13 @@ def test_memory_and_budgets_come_from_the_contract() -> None:
     assert pod["terminationGracePeriodSeconds"] == grace_period_seconds(role, chosen.drain_config)
     probe = pod["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= startup_budget_seconds(role, weights_gib=3)
+
+
+def test_the_routers_memory_is_what_its_limit_on_bodies_is_made_for() -> None:
+    (container,) = child("Deployment", "chat-router")["spec"]["template"]["spec"]["containers"]
+    resources = container["resources"]
+    assert parse_quantity(resources["requests"]["memory"]) == ROUTER_MEMORY
+    assert parse_quantity(resources["limits"]["memory"]) == ROUTER_MEMORY
 
 
 def test_a_preset_is_made_by_an_init_container_into_the_pod() -> None:

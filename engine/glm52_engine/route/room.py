@@ -1,4 +1,4 @@
-"""How many bytes of clients' bodies a router holds at one time: it has half a GiB, and a body may have 32 MB."""
+"""How many bytes of clients' bodies a router holds at one time: a body may have 32 MB, and its pod is small."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from glm52_engine.serve.errors import RETRY_AFTER_SECONDS, ApiError
-
-LIMIT_BYTES = 256 << 20
-"""Half of the router's memory; a body is held for as long as its request may have to be repeated at another pod."""
+from glm52_engine.sizing import ROUTER_BODY_BYTES
 
 
 class Room:
-    def __init__(self, limit: int = LIMIT_BYTES) -> None:
+    """A body is held for as long as its request may have to be repeated at another pod."""
+
+    def __init__(self, limit: int = ROUTER_BODY_BYTES) -> None:
         self.limit = limit
         self.taken = 0
 

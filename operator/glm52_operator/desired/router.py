@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from glm52_engine.config import CONFIG_PATH, LIVEZ, READYZ
-from glm52_engine.sizing import MIB, PROPAGATION_SECONDS, SHUTDOWN_MARGIN_SECONDS
+from glm52_engine.sizing import PROPAGATION_SECONDS, ROUTER_MEMORY, SHUTDOWN_MARGIN_SECONDS
 from glm52_operator import names
 from glm52_operator.desired import pods
 from glm52_operator.desired.target import Object, Target, child, role_labels
 
 CONTAINER = "router"
-MEMORY = 512 * MIB
 
 
 def build_router(target: Target) -> Object:
@@ -44,7 +43,7 @@ def _pod(target: Target, service_account: str) -> Object:
                 CONTAINER,
                 target.image,
                 ["router", "--config", CONFIG_PATH],
-                MEMORY,
+                ROUTER_MEMORY,
                 ports=pods.http_port(),
                 volumeMounts=pods.shared_mounts(),
                 startupProbe=pods.http_probe(LIVEZ, period=1, timeout=5, failures=120),

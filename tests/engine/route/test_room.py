@@ -4,6 +4,8 @@ import pytest
 
 from glm52_engine.route.room import Room
 from glm52_engine.serve.errors import ApiError
+from glm52_engine.serve.fields import MAX_BODY_BYTES
+from glm52_engine.sizing import ROUTER_MEMORY
 
 
 def test_what_is_taken_is_given_back_however_it_ends() -> None:
@@ -34,3 +36,8 @@ def test_what_does_not_fit_is_told_when_to_come_back_and_takes_nothing() -> None
         pass
     assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "too_many_bytes", 2)
     assert room.taken == 0
+
+
+def test_the_bodies_fit_the_memory_that_the_router_gets() -> None:
+    """The operator asks for ROUTER_MEMORY; the process alone takes a quarter of it."""
+    assert 4 * MAX_BODY_BYTES <= Room().limit <= ROUTER_MEMORY // 2

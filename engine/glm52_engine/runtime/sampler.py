@@ -111,6 +111,9 @@ class Sampler:
             chosen[random] = _drawn(adjusted[random], [draws[place] for place in random])
         self._count(draws, chosen)
         ids: list[int] = chosen.tolist()
+        if any(self._matchers[draw.seat] for draw in draws):
+            # A grammar may forbid the very token whose logit is no number.
+            best = best + plain.max(dim=1).values
         finite: list[bool] = best.isfinite().tolist()
         sound = [fine and self._follows(draw, token) for fine, draw, token in zip(finite, draws, ids, strict=True)]
         logprobs = _logprobs(plain, chosen, draws)

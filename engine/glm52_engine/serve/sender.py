@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def _encode(body: dict[str, Any]) -> bytes:
     # Non-ASCII text as it is: clients read UTF-8, and escapes would triple the size of Chinese.
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 class Sender:
@@ -32,8 +32,12 @@ class Sender:
         self.ended = False
 
     async def whole(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        await self.written(status, _encode(body), headers)
+
+    async def written(self, status: int, raw: bytes, headers: dict[str, str] | None = None) -> None:
+        """An answer that is JSON already."""
         await self._head(status, "application/json", headers or {})
-        await self._body(_encode(body), more=False)
+        await self._body(raw, more=False)
 
     async def error(self, error: ApiError) -> None:
         """As an answer, or as the stream's last event when a stream has begun: never a 200 that pretends success."""
@@ -45,8 +49,9 @@ class Sender:
             await self.whole(error.status, error.body(), error.headers())
 
     async def event(self, body: dict[str, Any]) -> None:
+        data = b"data: " + _encode(body) + b"\n\n"
         await self._begin_stream()
-        await self._body(b"data: " + _encode(body) + b"\n\n", more=True)
+        await self._body(data, more=True)
 
     async def done(self) -> None:
         await self._begin_stream()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +93,22 @@ def test_masks_come_before_the_filters_and_logprobs_do_not_see_them(tokenizer: T
     assert [best for best, _ in token.logprobs.top] == [ord("a")]
     (end,) = sampler.sample(logits, [Draw(0, 0, sampling, 0, 1)])
     assert end.finish == "stop", "a grammar at its end beats min_tokens"
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_row_that_is_no_number_fails_also_where_the_grammar_forbids_the_token(
+    tokenizer: Tokenizer, broken: float
+) -> None:
+    """Its log probabilities would be none either, and its KV is not to be trusted."""
+    grammar = GrammarCompiler(tokenizer)._compile(sources.choice(["b", "c"]))
+    sampler = Sampler(seats=2, vocab_bound=tokenizer.vocab_bound, eos_ids=tokenizer.eos_ids)
+    sampling = Sampling(max_tokens=9, temperature=0.0, logprobs=1)
+    logits = torch.zeros(2, tokenizer.vocab_bound)
+    logits[0, ord("a")] = broken
+    for seat in range(2):
+        sampler.begin(seat, sampling, (1,), (), grammar.matcher())
+    found = sampler.sample(logits, [Draw(seat, seat, sampling, 0, 0) for seat in range(2)])
+    assert [(token.finish, token.logprobs is None) for token in found] == [("error", True), (None, False)]
 
 
 def test_first_tokens_of_several_choices(tokenizer: Tokenizer) -> None:

@@ -7,16 +7,19 @@ import gzip
 import io
 import json
 import logging
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from yarl import URL
 
 from glm52_engine.lifecycle.logs import JsonFormatter
 from glm52_engine.route import app, room
 from glm52_engine.runtime.types import Blocks, EngineBusy, Prefilled, Request
+from glm52_engine.serve.sender import Sender
 from tests.engine.serve.deployment import (
     HEADERS,
     MODEL,
@@ -135,6 +138,31 @@ async def test_unknown_paths_and_methods(
     assert answer.status == status
     assert error_of(answer)["type"] == "invalid_request_error"
     assert (allow or "") in answer.headers.get("allow", "")
+
+
+@pytest.mark.parametrize("of", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("path", ["/v1/models/%ED%A0%80", "/v1/models/%FF", "/%00", "/%ED%A0%80"])
+@module_loop
+async def test_a_path_that_is_no_text_is_a_404(deployed: Deployment, of: str, path: str) -> None:
+    urls = {"router": deployed.url, "prefill": deployed.prefill[0].url, "decode": deployed.decode[0].url}
+    async with deployed.session.get(URL(urls[of] + path, encoded=True), headers=HEADERS) as response:
+        answer = Answer(response.status, await response.read(), {k.lower(): v for k, v in response.headers.items()})
+    assert answer.status == 404
+    error_of(answer)["message"].encode()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_what_is_no_number_never_becomes_an_answer(value: float) -> None:
+    """JSON has no word for it: a client's parser would fail on all of the answer."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for said in (Sender(send, "x").whole(200, {"logprob": value}), Sender(send, "x").event({"logprob": value})):
+        with pytest.raises(ValueError, match="JSON"):
+            await said
+    assert sent == [], "there is still time for a true status"
 
 
 @pytest.mark.parametrize("path", ["prefill", "decode", "kv/lease", "kv/release"])

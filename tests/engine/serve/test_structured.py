@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -145,6 +146,34 @@ async def test_completions_too(made: Deployment) -> None:
     answer = (await made.post("/v1/completions", sent)).json()
     assert {choice["text"] for choice in answer["choices"]} <= {"yes", "no"}
     assert len(answer["choices"]) == 3
+
+
+@streamed
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"temperature": 0},
+        {"top_p": 0.1, "top_k": 1},
+        {"logit_bias": {str(token): -100 for token in range(97, 123)}},
+        {"guided_regex": "[a-z]{6}", "presence_penalty": 2},
+    ],
+    ids=["plain", "greedy", "filtered", "biased", "grammar"],
+)
+async def test_log_probabilities_are_numbers_whatever_else_is_asked(made: Deployment, stream: bool, more: Any) -> None:
+    """Of the first token, which prefill draws, as of the others."""
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 6}
+    sent = {**chat, "logprobs": True, "top_logprobs": 20, "stream": stream, **more}
+    answer = await made.post("/v1/chat/completions", sent)
+    assert answer.status == 200, answer.raw
+    parts = events(answer.raw)[:-1] if stream else [answer.json()]
+    scores = [score for part in parts for choice in part["choices"] for score in choice["logprobs"]["content"]]
+    assert len(scores) == 6
+    for score in scores:
+        values = [top["logprob"] for top in score["top_logprobs"]]
+        assert all(-9999 <= value <= 0 for value in [score["logprob"], *values])
+        assert sum(map(math.exp, values)) <= 1 + 1e-5
+        assert score["token"] in [top["token"] for top in score["top_logprobs"]]
 
 
 @streamed

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from glm52_engine.config import RoleConfig
 from glm52_engine.kv import BlockError, Pool, prefix_keys
@@ -42,7 +42,10 @@ MOST_RETRY_SECONDS = 60
 """What a refused client is told while the queue's speed is unknown, and at most: pods come and go meanwhile."""
 
 LONG_PROMPT = 16_384
-"""Tokens from which the keys of a prompt are made on a thread: a million take the event loop a tenth of a second."""
+"""Tokens from which a prompt is checked and its keys are made on a thread: for a million the event loop would stand
+still for a tenth of a second."""
+
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -132,8 +135,7 @@ class LocalEngine:
             rank.warm_up()
 
     async def prefill(self, request: Request) -> Prefilled:
-        check_request(request, self._limits, stored_tokens=len(request.prompt))
-        keys = await self._prefix_of(request) if self._prefix_cache else ()
+        keys = await _aside(request, lambda: self._checked(request))
         record = self._submit(request, prefill=True, stored_tokens=len(request.prompt), prefix=keys)
         result = await self._outcome(record)
         assert isinstance(result, Prefilled)
@@ -141,7 +143,7 @@ class LocalEngine:
 
     async def reserve(self, request: Request) -> Blocks:
         stored = len(request.prompt) + request.sampling.max_tokens
-        check_request(request, self._limits, stored_tokens=stored)
+        await _aside(request, lambda: check_request(request, self._limits, stored_tokens=stored))
         record = self._submit(request, prefill=False, stored_tokens=stored)
         result = await self._outcome(record)
         assert isinstance(result, Blocks)
@@ -222,11 +224,13 @@ class LocalEngine:
 
     # Everything below runs on the event loop, except _post.
 
-    async def _prefix_of(self, request: Request) -> tuple[bytes, ...]:
+    def _checked(self, request: Request) -> tuple[bytes, ...]:
+        """The keys of a prompt that can run; raises RequestError."""
+        check_request(request, self._limits, stored_tokens=len(request.prompt))
+        if not self._prefix_cache:
+            return ()
         salt = json.dumps([self.layout, request.cache_salt], sort_keys=True).encode()
-        if len(request.prompt) < LONG_PROMPT:
-            return prefix_keys(request.prompt, self._limits.block_size, salt)
-        return await asyncio.to_thread(prefix_keys, request.prompt, self._limits.block_size, salt)
+        return prefix_keys(request.prompt, self._limits.block_size, salt)
 
     def _submit(self, request: Request, *, prefill: bool, stored_tokens: int, prefix: tuple[bytes, ...] = ()) -> Record:
         if self._stopped or self.failure() is not None:
@@ -397,6 +401,10 @@ class LocalEngine:
             if record.stream is not None:
                 record.stream.abort()
             self._forget(record)
+
+
+async def _aside(request: Request, work: Callable[[], T]) -> T:
+    return work() if len(request.prompt) < LONG_PROMPT else await asyncio.to_thread(work)
 
 
 if TYPE_CHECKING:

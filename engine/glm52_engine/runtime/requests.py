@@ -13,8 +13,9 @@ def check_request(request: Request, limits: Limits, *, stored_tokens: int) -> No
     prompt, sampling = request.prompt, request.sampling
     if not prompt:
         raise RequestError("the prompt has no tokens")
-    bad = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
-    if bad is not None:
+    least, greatest = min(prompt), max(prompt)
+    if least < 0 or greatest >= limits.vocab_size:
+        bad = least if least < 0 else greatest
         raise RequestError(f"token id {bad} is outside the model's vocabulary of {limits.vocab_size}")
     if sampling.max_tokens < 1:
         raise RequestError(f"max_tokens is {sampling.max_tokens}; expected at least 1")

@@ -20,6 +20,9 @@ from glm52_engine.transfer.peers import KvReference, LeaseCard
 
 log = logging.getLogger(__name__)
 
+LONG_PROMPT = 16_384
+"""Tokens from which the answer, which lists them, is written on a thread."""
+
 
 async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> None:
     with pod.life.serving():
@@ -52,11 +55,18 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
         watch.first_token(result.queued_seconds)
         answer = _hold(pod, parts, call.id, prompt, seed, result)
         try:
-            await sender.whole(200, answer.model_dump())
+            await sender.written(200, await _encoded(answer))
         except asyncio.CancelledError:
             parts.holder.give_up(call.id)
             raise
         log.info("prefilled", extra={"request": call.id, "tokens": len(prompt), "seconds": watch.ended()})
+
+
+async def _encoded(answer: Prefilled) -> bytes:
+    def encode() -> bytes:
+        return answer.model_dump_json().encode()
+
+    return encode() if len(answer.prompt_ids) < LONG_PROMPT else await asyncio.to_thread(encode)
 
 
 def _hold(

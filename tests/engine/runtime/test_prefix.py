@@ -227,20 +227,30 @@ async def test_prefills_that_run_at_once_do_not_share_what_is_not_computed_yet(m
         assert idle(engine)
 
 
-async def test_a_long_prompts_keys_are_made_off_the_event_loop(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_prompt_is_checked_and_keyed_off_the_event_loop(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[bool] = []
-    keys = engine_module.prefix_keys
 
-    def noted(*arguments: Any) -> tuple[bytes, ...]:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return keys(*arguments)
+    def noted(name: str) -> None:
+        real = getattr(engine_module, name)
 
-    monkeypatch.setattr(engine_module, "prefix_keys", noted)
+        def work(*arguments: Any, **named: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(engine_module, name, work)
+
+    noted("check_request")
+    noted("prefix_keys")
     monkeypatch.setattr(engine_module, "LONG_PROMPT", len(HEAD))
     async with maker.running() as engine:
         for name, request in (("short", HEAD[:-1]), ("long", HEAD), ("again", HEAD)):
             prefilled = await engine.prefill(greedy(name, request, 5))
             engine.release(name)
-        assert threads == [True, False, False]
+        assert threads == [True, True, False, False, False, False]
+        await engine.reserve(greedy("seat", HEAD, 5))
+        engine.release("seat")
+        assert threads[6:] == [False]
         assert prefilled.cached_tokens == len(HEAD) - BLOCK
         assert idle(engine)

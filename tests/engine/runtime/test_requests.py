@@ -22,7 +22,7 @@ def request(prompt: tuple[int, ...] = (1, 2), **sampling: object) -> Request:
     [
         (request(()), "the prompt has no tokens"),
         (request((1, 50)), "token id 50 is outside the model's vocabulary of 50"),
-        (request((-1,)), "token id -1 is outside"),
+        (request((1, 2, -1, 60)), "token id -1 is outside"),
         (request(max_tokens=0), "max_tokens is 0; expected at least 1"),
         (request(temperature=-1), "temperature is -1; expected at least 0"),
         (request(temperature=float("nan")), "temperature is nan"),

@@ -14,9 +14,10 @@ from glm52_engine.serve import prefill as prefill_module
 from glm52_engine.serve.errors import ApiError
 from glm52_engine.serve.lengths import refuse_hopeless
 from glm52_engine.serve.openai import read_request
+from glm52_engine.serve.pod import Prefilled
 from glm52_engine.tokenizer import Tokenizer
 from tests.engine.serve.deployment import MODEL, PROMPT, Builder, Deployment, body, events, until
-from tests.engine.serve.fakes import FakeEngine
+from tests.engine.serve.fakes import FakeEngine, expected_text
 
 BYTES = 30 << 20
 SHARE = 0.3
@@ -77,6 +78,24 @@ async def test_a_stream_goes_on_while_another_prompt_is_tokenised(
     assert not asking.done()
     gate.set()
     assert (await asking).status == 200
+
+
+async def test_the_answer_that_lists_a_long_prompt_is_written_on_a_thread(
+    build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await build.deployment([FakeEngine()], [FakeEngine()])
+    write, where = Prefilled.model_dump_json, []
+
+    def written(self: Prefilled) -> str:
+        where.append(threading.current_thread() is threading.main_thread())
+        return write(self)
+
+    monkeypatch.setattr(Prefilled, "model_dump_json", written)
+    for longest in (len(PROMPT) + 1, len(PROMPT)):
+        monkeypatch.setattr(prefill_module, "LONG_PROMPT", longest)
+        answer = await made.post("/v1/completions", body())
+        assert answer.json()["choices"][0]["text"] == expected_text(PROMPT, 12)
+    assert where == [True, False]
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,8 @@ class Puller:
 
     @contextlib.contextmanager
     def keeping(self, kv: KvReference, request_id: str) -> Iterator[asyncio.Task[None]]:
-        """Renews the lease while the request waits for a seat. The task ends only by a lost lease."""
+        """Renews the lease while the request waits for a seat. The task ends only by a lost lease, which is a failed
+        pull: it would have been one."""
         task = asyncio.create_task(self._renew_forever(kv, request_id))
         try:
             yield task
@@ -175,7 +176,11 @@ class Puller:
     async def _renew_forever(self, kv: KvReference, request_id: str) -> None:
         while True:
             await asyncio.sleep(RENEW_SECONDS)
-            await self._renew(kv, request_id)
+            try:
+                await self._renew(kv, request_id)
+            except TransferError:
+                self.counters.pulls_failed += 1
+                raise
 
     async def _give_up(self, kv: KvReference, request_id: str) -> None:
         with contextlib.suppress(TransferError):

@@ -194,9 +194,11 @@ async def test_a_wrong_kv_reference_is_an_error_and_never_text(
     hand = Handoff(made)
     call = await hand.prefill()
     request_id = call["id"]
+    counters, failed = made.decode[0].process.pod.counters, made.decode[0].process.pod.counters.pulls_failed
     spoil(call)
     found, answer = await hand.decode(call)
     assert found == status, answer
+    assert counters.pulls_failed - failed == (status == 502)
     assert said in answer["error"]["message"]
     assert call["id"] not in made.decode[0].engine.decoded
     await until("decode holds nothing", hand.made.decode[0].idle)

@@ -15,7 +15,8 @@ import pytest_asyncio
 
 from glm52_engine.route.proxy import Proxy
 from glm52_engine.serve import prefill as prefill_module
-from tests.engine.serve.deployment import HEADERS, Deployment, Handoff, RunningPod, body, builder, until
+from glm52_engine.transfer import peers
+from tests.engine.serve.deployment import HEADERS, MODEL, Deployment, Handoff, RunningPod, body, builder, until
 from tests.engine.serve.fakes import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -212,6 +213,19 @@ async def test_kv_that_is_given_up_before_it_is_there_is_not_held(made: Deployme
         pytest.param({"body": body(temperature=9)}, 400, id="a field"),
         pytest.param({"body": body(max_tokens=10**6)}, 400, id="too many tokens"),
         pytest.param({"prompt_ids": [10**9]}, 400, id="no such token"),
+        pytest.param({"body": body(guided_regex="(a")}, 400, id="a grammar that is none"),
+        pytest.param({"body": body(n=2)}, 400, id="more choices than were drawn"),
+        pytest.param(
+            {"endpoint": "chat", "body": {"model": MODEL, "messages": [], "max_tokens": 12}}, 400, id="no messages"
+        ),
+        pytest.param(
+            {
+                "endpoint": "chat",
+                "body": {**body(), "messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+            },
+            400,
+            id="a choice without tools",
+        ),
     ],
 )
 async def test_a_refusal_by_decode_frees_the_kv_at_prefill(
@@ -236,3 +250,17 @@ async def test_a_decode_peer_that_goes_away_while_it_waits_frees_the_kv_at_prefi
         await until("decode waits for a seat", waits)
         asking.cancel()
         await until("prefill holds nothing", made.prefill[0].idle)
+
+
+async def test_a_lease_that_is_lost_ends_the_wait_for_a_seat(made: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "RENEW_SECONDS", 0.02)
+    hand, counters = Handoff(made), made.decode[0].process.pod.counters
+    call, failed = await hand.prefill(), counters.pulls_failed
+    with Moment(made, monkeypatch).full(made.decode[0]) as waits:
+        asking = asyncio.create_task(hand.decode(call))
+        await until("decode waits for a seat", waits)
+        await made.internal(made.prefill[0], "kv/release", {"id": call["id"]})
+        status, answer = await asyncio.wait_for(asking, 10)
+        assert (status, answer["error"]["code"]) == (502, "kv_transfer_failed")
+        await until("nobody waits", lambda: not waits())
+    assert counters.pulls_failed == failed + 1

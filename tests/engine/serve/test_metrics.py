@@ -70,6 +70,10 @@ async def test_numbers_after_three_requests(made: Deployment) -> None:
         (made.url, "glm52_router_requests_total", {"endpoint": "completions", "status": "400"}, 1),
         (made.url, "glm52_router_time_to_first_byte_seconds_count", {}, 3),
         (made.url, "glm52_router_request_seconds_count", {}, 4),
+        # Who was answered did not go away.
+        (prefill, "glm52_requests_aborted_total", {}, 0),
+        (decode, "glm52_requests_aborted_total", {}, 0),
+        (made.url, "glm52_router_aborted_total", {}, 0),
         (made.url, "glm52_router_ready_pods", {"role": "decode"}, 1),
     ]
     found = [(url, name, labels, await value(made, url, name, **labels)) for url, name, labels, _ in expected]

@@ -82,10 +82,12 @@ async def test_a_lease_that_nobody_uses_ends(build: Builder) -> None:
     pod = hand.made.prefill[0].process.pod
     assert pod.loaded is not None
     pod.loaded.holder.table.seconds = 0.2
-    await hand.prefill()
+    call = await hand.prefill()
     assert len(pod.loaded.holder) == 1
     await asyncio.wait_for(hand.made.idle(), 5)
     assert pod.counters.expired == 1
+    status, answer = await hand.decode(call)
+    assert (status, answer["error"]["code"]) == (502, "kv_transfer_failed")
 
 
 async def test_a_pod_answers_its_probes_while_it_loads(build: Builder) -> None:

@@ -55,6 +55,19 @@ async def test_a_block_count_at_every_boundary(maker: Maker) -> None:
             assert idle(target)
 
 
+@pytest.mark.parametrize("longest", [4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1])
+async def test_an_output_that_ends_at_the_model_length_exactly(
+    maker: Maker, tiny_checkpoint: Path, longest: int
+) -> None:
+    limits = {"max_model_len": longest, "blocks": 5}
+    request = greedy("r", tuple(prompt(longest - 6)), 6, ignore_eos=True)
+    async with maker.running(**limits) as source, maker.running(**limits) as target:
+        assert ids(await generate(source, target, request)) == Ours(tiny_checkpoint).greedy(
+            request.prompt, 6, chunk=1000
+        )
+        assert idle(target)
+
+
 async def test_sampling_depends_on_seed_and_index_only(maker: Maker) -> None:
     request = greedy("r", tuple(prompt(40)), 16, temperature=1.0, seed=7, top_p=0.95)
     others = [greedy(f"o{n}", tuple(prompt(5 + n, seed=n)), 16, temperature=1.0, seed=n) for n in range(5)]

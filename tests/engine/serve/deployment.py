@@ -120,7 +120,13 @@ class Builder:
         self._processes: list[Process] = []
 
     async def pod(
-        self, role: Role, engine: FakeEngine, *, window: int = 20, gate: threading.Event | None = None
+        self,
+        role: Role,
+        engine: FakeEngine,
+        *,
+        window: int = 20,
+        gate: threading.Event | None = None,
+        port: int = 0,
     ) -> RunningPod:
         """A ready pod; with `gate` one that listens and loads until the gate opens."""
 
@@ -132,7 +138,8 @@ class Builder:
 
         self._monkeypatch.setattr(process, "load_engine", load)
         options = ServeOptions(role=role, config="", token_file="", host="127.0.0.1", port=0, propagation=0)
-        running = Process(options, config(window=window, max_model_len=self.max_model_len), TOKEN, bind("127.0.0.1", 0))
+        listener = bind("127.0.0.1", port)
+        running = Process(options, config(window=window, max_model_len=self.max_model_len), TOKEN, listener)
         task = asyncio.create_task(running.run(), name="pod")
         self._processes.append(running)
         self._tasks.append(task)

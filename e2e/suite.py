@@ -52,10 +52,8 @@ def lint() -> int:
 
 
 def unit() -> int:
-    # Two workers suit two cores; by group (conftest.py), so that what is costly is made once.
-    return run(
-        PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster and not processes", "-n", "2", "--dist", "loadgroup"
-    )
+    # Two workers suit two cores; a file goes to one of them (conftest.py), so that what is costly is made once.
+    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster and not processes", "-n", "2")
 
 
 def processes() -> int:
@@ -80,8 +78,6 @@ def e2e() -> int:
         "--durations=15",
         "-n",
         "2",
-        "--dist",
-        "loadgroup",
     )
     if code:
         logs = ROOT / "build/cluster-logs"

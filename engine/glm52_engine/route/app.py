@@ -96,7 +96,10 @@ class Router:
                     status = response.status
                     return response
                 except (asyncio.CancelledError, ConnectionError):
-                    self.metrics.aborted.inc()
+                    if exchange.complete:
+                        status = 200
+                    else:
+                        self.metrics.aborted.inc()
                     raise
                 except Exception as error:
                     answer = as_answer(error, request)

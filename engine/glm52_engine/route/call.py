@@ -18,6 +18,7 @@ from glm52_engine.serve.limits import Endpoint
 PublicEndpoint = Endpoint | Literal["tokenize", "detokenize"]
 
 REQUEST_ID = "x-request-id"
+_END = b"data: [DONE]\n\n"
 _PREFIXES = {"chat": "chatcmpl", "completions": "cmpl"}
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -40,6 +41,16 @@ class Exchange:
     tried: set[str] = field(default_factory=set)
     retries: int = 0
     last: ApiError | None = None
+    tail: bytes = b""
+    """The last bytes of a stream that went to the client."""
+
+    def sent(self, chunk: bytes) -> None:
+        self.tail = (self.tail + chunk)[-len(_END) :]
+
+    @property
+    def complete(self) -> bool:
+        """The client has a whole stream: many leave at once then, before the connection is told that it ends."""
+        return self.tail == _END
 
     @property
     def public(self) -> str:

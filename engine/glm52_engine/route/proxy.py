@@ -129,6 +129,7 @@ class Proxy:
         stream = web.StreamResponse(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         await stream.prepare(exchange.request)
         await stream.write(first)
+        exchange.sent(first)
         await self._pass_on(exchange, url, response, stream)
         await stream.write_eof()
         return stream
@@ -149,6 +150,7 @@ class Proxy:
             if not chunk:
                 return
             await stream.write(chunk)
+            exchange.sent(chunk)
 
 
 def _broken(url: str, error: Exception) -> LegFailed:

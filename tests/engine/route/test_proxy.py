@@ -271,3 +271,40 @@ async def test_text_and_tokens_are_asked_of_a_prefill_pod_and_of_another_if_that
     assert (refused.status, refused.json()["error"]["code"]) == (404, "model_not_found")
     wrong = await made.post("/detokenize", {"tokens": [-1]})
     assert (wrong.status, wrong.json()["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize("split", [0, 5])
+async def test_a_client_that_leaves_with_a_whole_stream_was_answered(build: Builder, bad: Bad, split: int) -> None:
+    """Many close as soon as they have read [DONE], before the router sees the pod's connection end."""
+    left = asyncio.Event()
+
+    async def whole_then_open(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in (b'data: {"choices": []}\n\ndata: [DO'[: -split or None], b"data: [DO"[-split:] * bool(split)):
+            await response.write(piece)
+        await response.write(b"NE]\n\n")
+        await left.wait()
+        return response
+
+    made = await build.deployment([FakeEngine()], [], router=False)
+    pod = await bad(whole_then_open)
+    made.url = await build.router([made.prefill[0].url], [pod.url])
+
+    async def count(name: str) -> float:
+        async with made.session.get(made.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    ok = 'glm52_router_requests_total{endpoint="completions",status="200"}'
+    async with made.session.post(made.url + "/v1/completions", json=body(stream=True)) as response:
+        text = b""
+        while not text.endswith(b"[DONE]\n\n"):
+            text += await response.content.readany()
+        response.close()
+    for _ in range(2000):
+        if await count(ok):
+            break
+        await asyncio.sleep(0.01)
+    left.set()
+    assert (await count(ok), await count("glm52_router_aborted_total")) == (1, 0)

@@ -12,6 +12,9 @@ from glm52_operator.api.models import Spec
 from glm52_operator.desired.config import engine_config
 from glm52_operator.desired.target import Target
 
+SHOWN_LIMIT = 60
+"""Characters of a wrong value that a message repeats."""
+
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
@@ -33,7 +36,7 @@ def resolve(resource: dict[str, Any], default_image: str | None) -> Target | Inv
     try:
         spec = Spec.model_validate(resource.get("spec", {}))
     except ValidationError as error:
-        return Invalid("InvalidSpec", _explain(error, "spec"))
+        return Invalid("InvalidSpec", _sentence(explain(error, "spec")))
     image = spec.image or default_image
     if not image:
         return Invalid(
@@ -46,14 +49,15 @@ def resolve(resource: dict[str, Any], default_image: str | None) -> Target | Inv
     try:
         engine_config(target)
     except ValidationError as error:
-        return Invalid("InvalidSpec", _explain(error, "engine configuration"))
+        return Invalid("InvalidSpec", _sentence(explain(error, "engine configuration")))
     return target
 
 
-def _explain(error: ValidationError, root: str) -> str:
+def explain(error: ValidationError, root: str = "") -> list[str]:
+    """Each fault of a validation: path, expectation, what was found, remedy."""
     parts = []
     for item in error.errors():
-        path = ".".join([root, *(str(part) for part in item["loc"])])
+        path = ".".join([*([root] if root else []), *(str(part) for part in item["loc"])])
         if item["type"] == "extra_forbidden":
             parts.append(
                 f"{path}: this operator does not know the field. Remove it, or install the operator that belongs to "
@@ -62,5 +66,15 @@ def _explain(error: ValidationError, root: str) -> str:
         elif item["type"] == "missing":
             parts.append(f"{path}: must be set. Set it, or apply the CRD that belongs to this operator")
         else:
-            parts.append(f"{path}: {item['msg']} (found {item['input']!r}). Correct it and apply again")
+            parts.append(f"{path}: {item['msg']} (found {shown(item['input'])}). Correct it and apply again")
+    return parts
+
+
+def shown(value: object) -> str:
+    """A value for a message, however large it is."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_LIMIT else f"{text[: SHOWN_LIMIT - 1]}…"
+
+
+def _sentence(parts: list[str]) -> str:
     return "; ".join(parts) + "."

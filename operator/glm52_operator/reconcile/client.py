@@ -92,9 +92,10 @@ class Api:
         name = str(body["metadata"]["name"])
         return await self._send("POST", "create", kind, namespace, None, query=query, body=body, shown=name)
 
-    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None) -> Object:
+    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None, dry_run: bool = False) -> Object:
         """Server-side apply: the whole intent every time; conflicts are forced, since these objects are ours."""
         query = [("fieldManager", names.MANAGER), ("force", "true"), ("fieldValidation", "Strict")]
+        query += [("dryRun", "All")] if dry_run else []
         meta = body["metadata"]
         return await self._send(
             "PATCH",

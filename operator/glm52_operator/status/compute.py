@@ -17,9 +17,10 @@ from glm52_operator.status.conditions import Verdict, merge
 from glm52_operator.status.workloads import Workload, judge
 
 _TITLES: dict[names.Component, str] = {"prefill": "prefill replicas", "decode": "decode replicas", "router": "routers"}
-_CONDITIONS: dict[names.Component, str] = {"prefill": "PrefillReady", "decode": "DecodeReady", "router": "RouterReady"}
+CONDITIONS: dict[names.Component, str] = {"prefill": "PrefillReady", "decode": "DecodeReady", "router": "RouterReady"}
 _QUIET = {"AllReady", "ScaledToZero"}
-_PASSING = {"Applying", "Starting", "NotReady", "RollingOut", "Draining"}
+PASSING = {"Applying", "Starting", "NotReady", "RollingOut", "Draining"}
+"""Reasons that pass by themselves, if nothing is wrong."""
 _BUDGETS = "PodDisruptionBudget"
 
 
@@ -48,7 +49,7 @@ def compute(
         # Children are left as they are, and so is what is said about them.
         kept = ("url", "upToDate", "hostRam", "prefill", "decode")
         return {**status, **{key: previous[key] for key in kept if key in previous}}
-    workloads = {component: _workload(component, resolved, observed) for component in _TITLES}
+    workloads = {component: workload(component, resolved, observed) for component in _TITLES}
     status["url"] = url(resolved)
     status["upToDate"] = _up_to_date(workloads.values())
     status["hostRam"] = ", ".join(f"{role} {gib(resolved.memory(role).per_host)}" for role in names.ROLES)
@@ -66,17 +67,18 @@ def is_settled(status: Mapping[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"])
 
 
-def _workload(component: names.Component, target: Target, observed: Observed) -> Workload:
-    workload = observed.workloads.get(component)
+def workload(component: names.Component, target: Target, observed: Observed) -> Workload:
+    """One part of the deployment, ready to be judged."""
+    found = observed.workloads.get(component)
     return Workload(
         kind="Deployment" if component == "router" else "StatefulSet",
         name=names.role(target.name, component),
         title=_TITLES[component],
         wanted=target.replicas(component),
-        observed=workload,
+        observed=found,
         pods=observed.pods.get(component, ()),
         failures=[failure for failure in observed.failures if _concerns(failure, component, target.name)],
-        events=[*observed.events.get(component, ()), *_replica_failures(workload)],
+        events=[*observed.events.get(component, ()), *_replica_failures(found)],
     )
 
 
@@ -98,7 +100,7 @@ def _concerns(failure: Failure, component: names.Component, name: str) -> bool:
 
 
 def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
-    roles = {_CONDITIONS[c]: judge(_workload(c, target, observed)) for c in _TITLES}
+    roles = {CONDITIONS[c]: judge(workload(c, target, observed)) for c in _TITLES}
     refused = next((failure for failure in observed.failures if failure.config), None)
     config = (
         Verdict(True, "Valid", "The specification can be applied.")
@@ -108,7 +110,7 @@ def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
     verdicts = {"ConfigValid": config, **roles}
     # What a person has to solve comes before what passes by itself.
     unmet = [verdict for verdict in verdicts.values() if not verdict.holds]
-    failed = min(unmet, key=lambda verdict: verdict.reason in _PASSING, default=None)
+    failed = min(unmet, key=lambda verdict: verdict.reason in PASSING, default=None)
     ready = (
         Verdict(True, "Serving", f"Serving {target.spec.model.name} at {url(target)}.")
         if failed is None
@@ -120,10 +122,10 @@ def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
 def _progressing(roles: Mapping[str, Verdict], failures: Sequence[Failure]) -> Verdict:
     if failures:
         return Verdict(False, failures[0].reason, failures[0].message)
-    stuck = next((v for v in roles.values() if v.reason not in _QUIET | _PASSING), None)
+    stuck = next((v for v in roles.values() if v.reason not in _QUIET | PASSING), None)
     if stuck is not None:
         return Verdict(False, stuck.reason, f"Waits for this to be solved: {stuck.message}")
-    moving = next((v for v in roles.values() if v.reason in _PASSING), None)
+    moving = next((v for v in roles.values() if v.reason in PASSING), None)
     if moving is not None:
         return Verdict(True, moving.reason, moving.message)
     return Verdict(False, "Complete", "Everything is as specified.")
@@ -137,7 +139,7 @@ def _unresolved(invalid: Invalid, previous: Mapping[str, Any]) -> dict[str, Verd
     unknown = Verdict(None, "ConfigInvalid", f"Not looked at while ConfigValid is False. {left}")
     return {
         "ConfigValid": Verdict(False, invalid.reason, invalid.message),
-        **dict.fromkeys(_CONDITIONS.values(), unknown),
+        **dict.fromkeys(CONDITIONS.values(), unknown),
         "Progressing": Verdict(False, invalid.reason, invalid.message),
         "Ready": Verdict(False, invalid.reason, invalid.message),
     }

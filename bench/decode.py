@@ -1,10 +1,13 @@
 """Decode steps and prefill at GLM-5.2's layer dimensions on one GPU: our engine, transformers, and what memory allows.
 
-    python -m bench.decode [--out docs/benchmarks]
+    python -m bench.decode [--out docs/benchmarks] [--fp8]
 
 Rows of a batch are either independent (their own prompts: 32 experts are all in use from 8 rows on) or identical (one
 prompt for all: every row goes to the same 8 experts, and a step reads a quarter of the weights). Published figures do
 not always say which they are; here both are shown.
+
+--fp8: the same model as a checkpoint in FP8 holds it. The figures of vLLM and transformers are bfloat16's, so that it
+stands alone, beside its own limit.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ class Ours:
 
 
 def measure(
-    weights: DeviceWeights, rows: int, context: int, identical: bool, rates: dict[str, float]
+    weights: DeviceWeights, rows: int, context: int, identical: bool, rates: dict[str, float], *, fp8: bool
 ) -> dict[str, Any]:
     """One row of the table."""
     ours = Ours(weights, rows, context, identical=identical)
@@ -134,9 +137,9 @@ def measure(
         "experts": round(experts, 1),
         "limit_ms": round(floor, 3),
         "over_limit": round(ms / floor, 3),
-        "vllm_ms": VLLM[rows, context],
+        "vllm_ms": None if fp8 else VLLM[rows, context],
         "prefill_tokens_s": round(rows * context / seconds),
-        "vllm_prefill_tokens_s": VLLM_PREFILL.get((rows, context)),
+        "vllm_prefill_tokens_s": None if fp8 else VLLM_PREFILL.get((rows, context)),
         "shares": shares(ours),
     }
 
@@ -195,15 +198,17 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     arguments.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     arguments.add_argument("--without-transformers", action="store_true")
+    arguments.add_argument("--fp8", action="store_true", help="weights in FP8; writes decode-fp8.json")
     chosen = arguments.parse_args()
+    name = "decode-fp8" if chosen.fp8 else "decode"
     chosen.out.mkdir(parents=True, exist_ok=True)
     rates = bandwidth()
-    weights = shapes.random_weights(shapes.spec(), "cuda")
+    weights = shapes.random_weights(shapes.spec(), "cuda", fp8=chosen.fp8)
     rows = []
     print(f"{rates['copy_tb_s']:.2f} TB/s copy, {rates['read_tb_s']:.2f} TB/s read")
     for batch, context in SHAPES:
         for identical in (False, True) if batch > 1 else (False,):
-            row = measure(weights, batch, context, identical, rates)
+            row = measure(weights, batch, context, identical, rates, fp8=chosen.fp8)
             rows.append(row)
             print(*(f"{key} {value}" for key, value in row.items() if key != "shares"), sep="  ", flush=True)
             torch.cuda.empty_cache()
@@ -214,16 +219,17 @@ def main() -> None:
             **rates,
         },
         "date": time.strftime("%Y-%m-%d"),
+        "weights": "fp8" if chosen.fp8 else "bf16",
         "versions": {"torch": torch.__version__, "flash_mla": mla.flash_mla_sparse_fwd is not None},
         "rows": rows,
         "reach": reach(rows),
     }
-    (chosen.out / "decode.json").write_text(json.dumps(result, indent=1) + "\n")
-    if not chosen.without_transformers:
+    (chosen.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if not (chosen.fp8 or chosen.without_transformers):
         result["transformers"] = theirs(weights)
         print(result["transformers"], flush=True)
-        (chosen.out / "decode.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, chosen.out / "decode.png")
+        (chosen.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, chosen.out / f"{name}.png")
 
 
 def reach(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,7 +237,8 @@ def reach(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         name = f"{row['rows']} x {row['context']} {row['requests']}"
-        found.append(_reach(f"step, {name}", row["step_ms"], "ms", row["vllm_ms"], row["step_ms"] < row["vllm_ms"]))
+        if row["vllm_ms"]:
+            found.append(_reach(f"step, {name}", row["step_ms"], "ms", row["vllm_ms"], row["step_ms"] < row["vllm_ms"]))
         found.append(_reach(f"over the limit, {name}", row["over_limit"], "x", 1.3, row["over_limit"] <= 1.3))
         wanted = row["vllm_prefill_tokens_s"]
         if wanted:
@@ -253,13 +260,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
     at = range(len(rows))
     left.bar([x - 0.27 for x in at], [row["limit_ms"] for row in rows], 0.27, label="memory's limit", color="#bbbbbb")
     left.bar(at, [row["step_ms"] for row in rows], 0.27, label="glm52", color="#1f77b4")
-    left.bar(
-        [x + 0.27 for x in at],
-        [row["vllm_ms"] for row in rows],
-        0.27,
-        label="vLLM 0.24.0 (routing unknown)",
-        color="#ff7f0e",
-    )
+    vllm = [(x + 0.27, row["vllm_ms"]) for x, row in zip(at, rows, strict=True) if row["vllm_ms"]]
+    if vllm:
+        left.bar(*zip(*vllm, strict=True), 0.27, label="vLLM 0.24.0 (routing unknown)", color="#ff7f0e")
     left.set_xticks(list(at), names, fontsize=7)
     left.set_ylabel("ms a decode step")
     left.legend()
@@ -274,7 +277,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
     right.set_xticks(list(at), [name.split("\n")[0] for name in names], fontsize=6, rotation=30)
     right.set_ylabel("µs of each kernel in a step")
     right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(f"GLM-5.2 layer dimensions, 4 layers, 32 experts, bf16, {result['machine']['gpu']}")
+    figure.suptitle(f"GLM-5.2 layer dimensions, 4 layers, 32 experts, {result['weights']}, {result['machine']['gpu']}")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 

@@ -1,10 +1,10 @@
 """How far our GPU path is from transformers in float32, and how far transformers in bfloat16 is, at full layer size.
 
-    python -m bench.parity [--out docs/benchmarks]
+    python -m bench.parity [--out docs/benchmarks] [--fp8]
 
 Random weights make near-ties between experts, and in bfloat16 one in some rows falls the other way: such a row is off
 by a tenth whoever computes it. Medians over rows therefore compare the arithmetic, and the share of rows that are off
-by more than 5 % compares how often ties fall.
+by more than 5 % compares how often ties fall. With --fp8 ours reads the weights in FP8, transformers their values.
 """
 
 from __future__ import annotations
@@ -66,16 +66,17 @@ def decode(model: Any, truth: Any, weights: Any, length: int, rows: int = 16) ->
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     arguments.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    arguments.add_argument("--fp8", action="store_true", help="weights in FP8; writes parity-fp8.json")
     chosen = arguments.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
-    weights = shapes.random_weights(shapes.spec(), "cuda")
+    weights = shapes.random_weights(shapes.spec(), "cuda", fp8=chosen.fp8)
     model, truth = shapes.transformers_model(weights), shapes.transformers_model(weights).float()
     report: dict[str, Any] = {}
     for length in LENGTHS:
         report[f"prefill {length}"] = prefill(model, truth, weights, length)
         report[f"decode {length}"] = decode(model, truth, weights, length)
         print(json.dumps({name: report[name] for name in (f"prefill {length}", f"decode {length}")}), flush=True)
-    (chosen.out / "parity.json").write_text(json.dumps(report, indent=1) + "\n")
+    (chosen.out / ("parity-fp8.json" if chosen.fp8 else "parity.json")).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
-from glm52_engine.model.device import DeviceWeights, LayerWeights
+from glm52_engine.checkpoint.fp8 import Fp8Weight
+from glm52_engine.checkpoint.loader import Weights
+from glm52_engine.checkpoint.quantization import FP8_BLOCK
+from glm52_engine.checkpoint.tensors import expected_tensors, is_fp8
+from glm52_engine.model.device import DeviceWeights, device_weights
+from glm52_engine.model.matrix import Matrix
 
 LAYERS = 4
 
@@ -37,50 +43,50 @@ def spec() -> ModelSpec:
     return parse_model_spec(config(), Path("bench/shapes.py"))
 
 
-def random_weights(model: ModelSpec, device: str, seed: int = 52) -> DeviceWeights:
-    """bfloat16, variance 1/fan-in: hidden states keep their size, and every row chooses experts of its own."""
+def random_weights(model: ModelSpec, device: str, seed: int = 52, *, fp8: bool = False) -> DeviceWeights:
+    """bfloat16, variance 1/fan-in: hidden states keep their size, and every row chooses experts of its own.
+
+    `fp8`: what a checkpoint in FP8 stores so is FP8, with the same values but for their rounding.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
-        size = shape[-1] ** -0.5
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=device, dtype=torch.bfloat16)
+        if name.endswith("norm.bias"):
+            return torch.zeros(shape, device=device, dtype=torch.bfloat16)
+        if name.endswith("e_score_correction_bias"):
+            return torch.zeros(shape, device=device)
+        size = 1.0 if name == "model.embed_tokens.weight" else shape[-1] ** -0.5
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * size
 
-    def ones(n: int) -> torch.Tensor:
-        return torch.ones(n, device=device, dtype=torch.bfloat16)
+    weights = Weights({}, {}, "")
+    for name, want in expected_tensors(model).items():
+        tensor = draw(name, want.shape)
+        if fp8 and is_fp8(name):
+            weights.fp8[name] = quantized(tensor)
+        else:
+            weights.tensors[name] = tensor
+    return device_weights(model, weights, device)
 
-    def layer(index: int) -> LayerWeights:
-        full, routed = model.indexer_types[index] == "full", model.is_moe(index)
-        experts = model.n_routed_experts if routed else 0
-        inner = model.moe_intermediate_size if routed else model.intermediate_size
-        hidden, extra = model.hidden_size, model.index_head_dim + model.index_n_heads
-        a = model.q_lora_rank + model.mla_row + (extra if full else 0)
-        b = model.num_attention_heads * model.qk_head_dim + (model.index_n_heads * model.index_head_dim if full else 0)
-        zeros = torch.zeros(model.index_head_dim, device=device, dtype=torch.bfloat16)
-        return LayerWeights(
-            input_norm=ones(hidden),
-            mlp_norm=ones(hidden),
-            q_norm=ones(model.q_lora_rank),
-            kv_norm=ones(model.kv_lora_rank),
-            a=draw(a, hidden),
-            b=draw(b, model.q_lora_rank),
-            kv_b=draw(model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
-            o=draw(hidden, model.num_attention_heads * model.v_head_dim),
-            up=draw(experts + 1, 2 * inner, hidden),
-            down=draw(experts + 1, hidden, inner),
-            gate=draw(experts, hidden) if routed else None,
-            bias=torch.zeros(experts, device=device) if routed else None,
-            key_norm=(ones(model.index_head_dim), zeros) if full else None,
-        )
 
-    return DeviceWeights(
-        spec=model,
-        embed=torch.randn(
-            model.vocab_size, model.hidden_size, generator=generator, device=device, dtype=torch.bfloat16
-        ),
-        norm=ones(model.hidden_size),
-        head=draw(model.vocab_size, model.hidden_size),
-        layers=tuple(layer(index) for index in range(model.num_hidden_layers)),
-    )
+def quantized(weight: torch.Tensor) -> Fp8Weight:
+    """Each block's scale makes its largest magnitude e4m3's largest; weight [N, K], no block all zero."""
+    n, k = weight.shape
+    padded = F.pad(weight.float(), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    scaled = (blocks / scale[:, None, :, None]).view_as(padded)[:n, :k]
+    return Fp8Weight(scaled.to(torch.float8_e4m3fn).contiguous(), scale)
+
+
+def values(matrix: Matrix) -> torch.Tensor:
+    """A matrix, or a stack of them, in bfloat16."""
+    if matrix.scale is None:
+        return matrix.weight
+    if matrix.weight.dim() == 2:
+        return Fp8Weight(matrix.weight, matrix.scale).dequantize(torch.bfloat16)
+    return torch.stack([values(Matrix(*pair)) for pair in zip(matrix.weight, matrix.scale, strict=True)])
 
 
 def transformers_model(weights: DeviceWeights) -> Any:
@@ -111,31 +117,33 @@ def _fill(model: Any, weights: DeviceWeights) -> None:
             theirs.post_attention_layernorm.weight.copy_(ours.mlp_norm)
             attention.q_a_layernorm.weight.copy_(ours.q_norm)
             attention.kv_a_layernorm.weight.copy_(ours.kv_norm)
-            q_a, kv_a, *index_a = ours.a.split(
+            q_a, kv_a, *index_a = values(ours.a).split(
                 [spec.q_lora_rank, spec.mla_row]
                 + ([spec.index_head_dim, spec.index_n_heads] if ours.key_norm is not None else [])
             )
             width = spec.num_attention_heads * spec.qk_head_dim
             attention.q_a_proj.weight.copy_(q_a)
             attention.kv_a_proj_with_mqa.weight.copy_(kv_a)
-            attention.q_b_proj.weight.copy_(ours.b[:width])
+            b = values(ours.b)
+            attention.q_b_proj.weight.copy_(b[:width])
             attention.kv_b_proj.weight.copy_(ours.kv_b)
-            attention.o_proj.weight.copy_(ours.o)
+            attention.o_proj.weight.copy_(values(ours.o))
             if ours.key_norm is not None:
                 indexer = attention.indexer
                 indexer.wk.weight.copy_(index_a[0])
                 indexer.weights_proj.weight.copy_(index_a[1])
-                indexer.wq_b.weight.copy_(ours.b[width:])
+                indexer.wq_b.weight.copy_(b[width:])
                 indexer.k_norm.weight.copy_(ours.key_norm[0])
                 indexer.k_norm.bias.copy_(ours.key_norm[1])
+            up, down = values(ours.up), values(ours.down)
             if ours.gate is None or ours.bias is None:
-                _fill_mlp(theirs.mlp, ours.up[0], ours.down[0])
+                _fill_mlp(theirs.mlp, up[0], down[0])
                 continue
             theirs.mlp.gate.weight.copy_(ours.gate)
             theirs.mlp.gate.e_score_correction_bias.copy_(ours.bias)
-            theirs.mlp.experts.gate_up_proj.copy_(ours.up[:-1])
-            theirs.mlp.experts.down_proj.copy_(ours.down[:-1])
-            _fill_mlp(theirs.mlp.shared_experts, ours.up[-1], ours.down[-1])
+            theirs.mlp.experts.gate_up_proj.copy_(up[:-1])
+            theirs.mlp.experts.down_proj.copy_(down[:-1])
+            _fill_mlp(theirs.mlp.shared_experts, up[-1], down[-1])
 
 
 def _fill_mlp(theirs: Any, up: torch.Tensor, down: torch.Tensor) -> None:
@@ -148,13 +156,14 @@ def _fill_mlp(theirs: Any, up: torch.Tensor, down: torch.Tensor) -> None:
 def step_bytes(weights: DeviceWeights, *, rows: int, context: int, experts: float) -> float:
     """Bytes that a decode step must read: every weight once, of the experts those that have rows, and the KV it uses.
 
+    Weights count as they are stored: in FP8 with their scales, and in bfloat16 where `device_weights` widened them.
     `experts`: mean number of routed experts with rows, over the MoE layers.
     """
     spec = weights.spec
     total = float(weights.head.nbytes + rows * weights.embed[0].nbytes)
     for layer in weights.layers:
         total += layer.a.nbytes + layer.b.nbytes + layer.kv_b.nbytes + layer.o.nbytes
-        share = 1.0 if layer.gate is None else (experts + 1) / len(layer.up)
+        share = 1.0 if layer.gate is None else (experts + 1) / len(layer.up.weight)
         total += share * (layer.up.nbytes + layer.down.nbytes)
         total += rows * min(context, spec.index_topk) * spec.mla_row * 2
         if layer.key_norm is not None and context > spec.index_topk:

@@ -81,3 +81,26 @@ def linear(
         BM=block_m, BN=block_n, BK=block_k, FP8=scale is not None,
         num_stages=stages, num_warps=warps, **CHAINED,
     )  # fmt: skip
+
+
+@triton.jit
+def _widen(w, scale, out, n_total, k_total, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = (n < n_total)[:, None] & (k < k_total)[None, :]
+    at = (matrix * n_total + n)[:, None] * k_total + k[None, :]
+    by = tl.load(scale + (matrix * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1))
+    wide = tl.load(w + at, there, other=0.0).to(tl.float32) * by
+    tl.store(out + at, wide.to(out.dtype.element_ty), there)
+
+
+def widen(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """out = weight × scale of its block, rounded once; weight float8_e4m3fn [.., N, K], out the same in any dtype.
+
+    scale float32 [.., ceil(N / 128), ceil(K / 128)]; all three contiguous.
+    """
+    n, k = weight.shape[-2:]
+    grid = (triton.cdiv(n, BLOCK), triton.cdiv(k, BLOCK), weight.numel() // (n * k))
+    _widen[grid](weight, scale, out, n, k, BLOCK=BLOCK, num_warps=8, **CHAINED)

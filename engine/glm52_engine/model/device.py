@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.checkpoint.fp8 import Fp8Weight
+from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.kernels import index as index_kernels
 from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
+from glm52_engine.model.matrix import Matrix, fused, stacked
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
+from glm52_engine.model.weights import under
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,55 +29,59 @@ class LayerWeights:
 
     a [q_lora + latent + rope (+ index_dim + index_heads), hidden]; b [heads × qk_head (+ index_heads × index_dim),
     q_lora]; up [E + 1, 2 × inner, hidden] and down [E + 1, hidden, inner], the shared expert last (dense: E = 0).
+    `kv_b` [heads × (nope + v_head), latent] is never FP8: it is read by head in both directions, and a head's rows
+    are no whole number of blocks.
     """
 
     input_norm: torch.Tensor
     mlp_norm: torch.Tensor
     q_norm: torch.Tensor
     kv_norm: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
+    a: Matrix
+    b: Matrix
     kv_b: torch.Tensor
-    o: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    o: Matrix
+    up: Matrix
+    down: Matrix
     gate: torch.Tensor | None
     bias: torch.Tensor | None
     key_norm: tuple[torch.Tensor, torch.Tensor] | None
 
 
-def layer_weights(spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor]) -> LayerWeights:
-    """Fuse a layer's checkpoint tensors, named without `model.layers.N.`."""
-    attention = "self_attn."
-    a = [tensors[f"{attention}q_a_proj.weight"], tensors[f"{attention}kv_a_proj_with_mqa.weight"]]
-    b = [tensors[f"{attention}q_b_proj.weight"]]
-    key_norm = None
-    if spec.indexer_types[index] == "full":
-        indexer = f"{attention}indexer."
-        a += [tensors[f"{indexer}wk.weight"], tensors[f"{indexer}weights_proj.weight"]]
-        b += [tensors[f"{indexer}wq_b.weight"]]
-        key_norm = tensors[f"{indexer}k_norm.weight"], tensors[f"{indexer}k_norm.bias"]
-    if spec.is_moe(index):
-        names = [f"mlp.experts.{expert}" for expert in range(spec.n_routed_experts)] + ["mlp.shared_experts"]
-    else:
-        names = ["mlp"]
-    up = torch.stack(
-        [torch.cat((tensors[f"{name}.gate_proj.weight"], tensors[f"{name}.up_proj.weight"])) for name in names]
-    )
+def layer_weights(
+    spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor], fp8: Mapping[str, Fp8Weight]
+) -> LayerWeights:
+    """Fuse a layer's checkpoint tensors, named without `model.layers.N.`; `fp8` those that were kept as stored."""
+    dtype = tensors["input_layernorm.weight"].dtype
+
+    def join(*names: str) -> Matrix:
+        names = tuple(f"{name}.weight" for name in names)
+        return fused([fp8[name] if name in fp8 else tensors[name] for name in names], dtype)
+
+    attention, indexer = "self_attn.", "self_attn.indexer."
+    full, routed = spec.indexer_types[index] == "full", spec.is_moe(index)
+    a, b = [f"{attention}q_a_proj", f"{attention}kv_a_proj_with_mqa"], [f"{attention}q_b_proj"]
+    if full:
+        a += [f"{indexer}wk", f"{indexer}weights_proj"]
+        b += [f"{indexer}wq_b"]
+    mlps = ["mlp"]
+    if routed:
+        mlps = [f"mlp.experts.{expert}" for expert in range(spec.n_routed_experts)] + ["mlp.shared_experts"]
+    kv_b = f"{attention}kv_b_proj.weight"
     return LayerWeights(
         input_norm=tensors["input_layernorm.weight"],
         mlp_norm=tensors["post_attention_layernorm.weight"],
         q_norm=tensors[f"{attention}q_a_layernorm.weight"],
         kv_norm=tensors[f"{attention}kv_a_layernorm.weight"],
-        a=torch.cat(a),
-        b=torch.cat(b),
-        kv_b=tensors[f"{attention}kv_b_proj.weight"],
-        o=tensors[f"{attention}o_proj.weight"],
-        up=up,
-        down=torch.stack([tensors[f"{name}.down_proj.weight"] for name in names]),
-        gate=tensors["mlp.gate.weight"] if spec.is_moe(index) else None,
-        bias=tensors["mlp.gate.e_score_correction_bias"].float() if spec.is_moe(index) else None,
-        key_norm=key_norm,
+        a=join(*a),
+        b=join(*b),
+        kv_b=fp8[kv_b].dequantize(dtype) if kv_b in fp8 else tensors[kv_b],
+        o=join(f"{attention}o_proj"),
+        up=stacked([join(f"{mlp}.gate_proj", f"{mlp}.up_proj") for mlp in mlps]),
+        down=stacked([join(f"{mlp}.down_proj") for mlp in mlps]),
+        gate=tensors["mlp.gate.weight"] if routed else None,
+        bias=tensors["mlp.gate.e_score_correction_bias"].float() if routed else None,
+        key_norm=(tensors[f"{indexer}k_norm.weight"], tensors[f"{indexer}k_norm.bias"]) if full else None,
     )
 
 
@@ -131,9 +139,10 @@ class DecodeStep:
         def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=of, device=device)
 
-        def split(matrix: torch.Tensor) -> torch.Tensor:
-            parts = linear_kernels.splits_for(matrix.shape[-2])
-            return empty(parts, batch, matrix.shape[-2], of=torch.float32 if parts > 1 else dtype)
+        def split(matrix: Matrix) -> torch.Tensor:
+            out = len(matrix.weight)
+            parts = linear_kernels.splits_for(out)
+            return empty(parts, batch, out, of=torch.float32 if parts > 1 else dtype)
 
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -175,7 +184,7 @@ class DecodeStep:
         )
         self._dense = moe.Routed.everything(batch, device)
         self._routed = moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
-        inner = [layer.down.shape[2] for layer in weights.layers]
+        inner = [layer.down.weight.shape[2] for layer in weights.layers]
         slots = [self._routed.slots if layer.gate is not None else 1 for layer in weights.layers]
         self._gated = {n: empty(batch, s, n) for n, s in zip(inner, slots, strict=True)}
         self._shares = {s: empty(batch, s, spec.hidden_size) for s in slots}
@@ -213,14 +222,14 @@ class DecodeStep:
     def _attention(self, index: int, layer: LayerWeights, counts: tuple[torch.Tensor, torch.Tensor]) -> None:
         spec, pool = self._weights.spec, self._pool
         a, b = self._a[index], self._b[index]
-        linear_kernels.linear(self._normed, layer.a, a)
+        linear_kernels.linear(self._normed, layer.a.weight, a, scale=layer.a.scale)
         keys = None
         if layer.key_norm is not None:
             scale = (spec.index_n_heads * spec.index_head_dim) ** -0.5
             keys = rows.IndexRow(*layer.key_norm, pool.keys[index], self._head_weights, scale)
         place = rows.Place(self._slots, self._cos, self._sin, pool.mla[index], pool.block_rows)
         rows.latents(a, self._q_latent, place, rows.Norms(layer.q_norm, layer.kv_norm), keys, eps=LATENT_NORM_EPS)
-        linear_kernels.linear(self._q_latent, layer.b, b)
+        linear_kernels.linear(self._q_latent, layer.b.weight, b, scale=layer.b.scale)
         mla.absorb(
             b, layer.kv_b, self._cos, self._sin, self._query, self._index_query if keys is not None else None,
             nope=spec.qk_nope_head_dim, value=spec.v_head_dim, copies=self._flash or 1,
@@ -242,7 +251,7 @@ class DecodeStep:
                 self._query, pool.mla[index], self._selected, self.lengths, self._attended, self._work, scale=scale
             )
         mla.expand(self._attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
-        linear_kernels.linear(self._values.flatten(1), layer.o, self._o)
+        linear_kernels.linear(self._values.flatten(1), layer.o.weight, self._o, scale=layer.o.scale)
 
     def _mlp(self, layer: LayerWeights) -> torch.Tensor:
         spec = self._weights.spec
@@ -253,23 +262,28 @@ class DecodeStep:
                 self._normed, layer.gate, layer.bias, self.active, routed,
                 scaling=spec.routed_scaling_factor, normalise=spec.norm_topk_prob,
             )  # fmt: skip
-        gated, shares = self._gated[layer.down.shape[2]], self._shares[routed.slots]
-        moe.up(self._normed, layer.up, gated, routed)
-        moe.down(gated, layer.down, shares, routed)
+        gated, shares = self._gated[layer.down.weight.shape[2]], self._shares[routed.slots]
+        moe.up(self._normed, layer.up.weight, gated, routed, scale=layer.up.scale)
+        moe.down(gated, layer.down.weight, shares, routed, scale=layer.down.scale)
         return shares.transpose(0, 1)
 
 
-def device_weights(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], device: str) -> DeviceWeights:
+def device_weights(spec: ModelSpec, weights: Weights, device: str) -> DeviceWeights:
     """Fuse and move a checkpoint's tensors, layer by layer so that at most one layer exists twice."""
     layers = []
     for index in range(spec.num_hidden_layers):
         prefix = f"model.layers.{index}."
-        own = {name.removeprefix(prefix): t.to(device) for name, t in tensors.items() if name.startswith(prefix)}
-        layers.append(layer_weights(spec, index, own))
+        tensors = {name: tensor.to(device) for name, tensor in under(weights.tensors, prefix).items()}
+        fp8 = {
+            name.removeprefix(prefix): Fp8Weight(pair.weight.to(device), pair.scale.to(device))
+            for name, pair in weights.fp8.items()
+            if name.startswith(prefix)
+        }
+        layers.append(layer_weights(spec, index, tensors, fp8))
     return DeviceWeights(
         spec=spec,
-        embed=tensors["model.embed_tokens.weight"].to(device),
-        norm=tensors["model.norm.weight"].to(device),
-        head=tensors["lm_head.weight"].to(device),
+        embed=weights.tensors["model.embed_tokens.weight"].to(device),
+        norm=weights.tensors["model.norm.weight"].to(device),
+        head=weights.tensors["lm_head.weight"].to(device),
         layers=tuple(layers),
     )

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from glm52_engine.kernels import index as index_kernels
+from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
 from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
+from glm52_engine.model.matrix import Matrix
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
 
@@ -19,7 +21,11 @@ _SCORE_ROWS = 2048
 
 
 class Prefill:
-    """Runs chunks of at most `most_rows` rows."""
+    """Runs chunks of at most `most_rows` rows.
+
+    FP8 weights are widened to the model's dtype before their product, every chunk anew, into one buffer as large as the
+    largest of them: in bfloat16 4 × inner × hidden bytes for each expert of a layer. It moves 3 bytes a weight.
+    """
 
     def __init__(self, weights: DeviceWeights, pool: DevicePool, *, most_rows: int) -> None:
         spec = weights.spec
@@ -29,6 +35,8 @@ class Prefill:
         self._active = torch.full((), most_rows, dtype=torch.int32, device=self._device)
         self._counts = index_kernels.top_k_counts(min(most_rows, _SCORE_ROWS), self._device)
         self._flash = mla.flash_usable(spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim, self._device)
+        matrices = [m for layer in weights.layers for m in (layer.a, layer.b, layer.o, layer.up, layer.down)]
+        self._wide = weights.embed.new_empty(max(m.weight.numel() if m.scale is not None else 0 for m in matrices))
 
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, longest: int,
@@ -76,9 +84,9 @@ class Prefill:
             head_weights = normed.new_empty((count, spec.index_n_heads), dtype=torch.float32)
             keys = rows.IndexRow(*layer.key_norm, pool.keys[index], head_weights, scale)
         q_latent = normed.new_empty(count, spec.q_lora_rank)
-        a = F.linear(normed, layer.a).unsqueeze(0)
+        a = F.linear(normed, self._values(layer.a)).unsqueeze(0)
         rows.latents(a, q_latent, place, rows.Norms(layer.q_norm, layer.kv_norm), keys, eps=LATENT_NORM_EPS)
-        b = F.linear(q_latent, layer.b).unsqueeze(0)
+        b = F.linear(q_latent, self._values(layer.b)).unsqueeze(0)
         query = normed.new_empty(count, heads, latent + rope)
         index_query = None if keys is None else normed.new_empty(count, spec.index_n_heads, spec.index_head_dim)
         mla.absorb(
@@ -94,7 +102,7 @@ class Prefill:
             mla.attend(query, pool.mla[index], selected, lengths, out, None, scale=scale)
         values = normed.new_empty(count, heads, spec.v_head_dim)
         mla.expand(out, layer.kv_b, values, nope=spec.qk_nope_head_dim)
-        return F.linear(values.flatten(1), layer.o)
+        return F.linear(values.flatten(1), self._values(layer.o))
 
     def _select(
         self, query: torch.Tensor, keys: rows.IndexRow, table: torch.Tensor, lengths: torch.Tensor, longest: int,
@@ -108,43 +116,58 @@ class Prefill:
                 query[part], keys.head_weights[part], keys.keys, table[part], lengths[part], scores[: len(query[part])],
                 top_k=spec.index_topk, together=together,
             )  # fmt: skip
+            # The kernel zeroes the second buffer only as far as this tile's rows: the next tile may have more.
+            self._counts[0].zero_()
             index_kernels.top_k(
                 scores[: len(query[part])], lengths[part], table[part], selected[part], self._counts,
                 block_size=pool.block_size, block_rows=pool.block_rows,
             )  # fmt: skip
-            self._counts = self._counts[1], self._counts[0]
+
+    def _values(self, matrix: Matrix) -> torch.Tensor:
+        """A matrix in the model's dtype; of an FP8 one, valid until the next call."""
+        if matrix.scale is None:
+            return matrix.weight
+        out = self._wide[: matrix.weight.numel()].view(matrix.weight.shape)
+        linear_kernels.widen(matrix.weight, matrix.scale, out)
+        return out
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        spec, count = self._weights.spec, len(x)
-        shared = _gated(x, layer.up[-1], layer.down[-1])
+        up = self._values(layer.up)
+        shared = _gated(F.linear(x, up[-1]), torch.ones(len(x), device=x.device))
         if layer.gate is None or layer.bias is None:
-            return shared
-        # float32 throughout: in bfloat16 a near-tie between experts would fall the other way.
-        scores = F.linear(x.float(), layer.gate.float()).sigmoid()
-        top = spec.num_experts_per_tok
-        experts = (scores + layer.bias).topk(top, dim=1).indices
-        weights = scores.gather(1, experts)
-        if spec.norm_topk_prob:
-            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+            return F.linear(shared, self._values(layer.down)[-1])
+        experts, weights = self._route(x, layer.gate, layer.bias)
+        top = experts.shape[1]
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        ends = torch.bincount(flat, minlength=spec.n_routed_experts).cumsum(0).int()
-        both = grouped_linear(x[order // top], layer.up[:-1], ends)
-        gated = x.new_empty(count * top, layer.down.shape[2])
-        moe.gate(both, (weights * spec.routed_scaling_factor).flatten()[order].contiguous(), gated)
-        parts = grouped_linear(gated, layer.down[:-1], ends)
+        ends = torch.bincount(flat, minlength=len(layer.gate)).cumsum(0).int()
+        both = grouped_linear(x[order // top], up[:-1], ends)
+        gated = _gated(both, weights.flatten()[order].contiguous())
+        down = self._values(layer.down)
+        parts = grouped_linear(gated, down[:-1], ends)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=x.device)
         out = torch.empty_like(x)
-        moe.gather_sum(shared, parts, places.view(count, top), out)
+        moe.gather_sum(F.linear(shared, down[-1]), parts, places.view(-1, top), out)
         return out
 
+    def _route(self, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 and their weights float32 of every row, [T, top] each."""
+        spec = self._weights.spec
+        # float32 throughout: in bfloat16 a near-tie between experts would fall the other way.
+        scores = F.linear(x.float(), gate.float()).sigmoid()
+        experts = (scores + bias).topk(spec.num_experts_per_tok, dim=1).indices
+        weights = scores.gather(1, experts)
+        if spec.norm_topk_prob:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        return experts, weights * spec.routed_scaling_factor
 
-def _gated(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    both = F.linear(x, up)
-    gated = x.new_empty(len(x), down.shape[1])
-    moe.gate(both, torch.ones(len(x), device=x.device), gated)
-    return F.linear(gated, down)
+
+def _gated(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weight of the row × silu(first half) × second half; [N, 2 × inner] → [N, inner]."""
+    out = both.new_empty(len(both), both.shape[1] // 2)
+    moe.gate(both, weights, out)
+    return out
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

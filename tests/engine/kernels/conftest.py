@@ -10,6 +10,20 @@ import torch
 if not torch.cuda.is_available():
     # Read when a kernel is defined: no other test may have imported the kernels before.
     os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    # Two thirds of the interpreter's time: triton.language is prepared anew for every call of every function, and all
+    # integers are computed a second time, in 64 bits, to see whether they overflow.
+    patched: set[str] = set()
+
+    def patch_once(fn, patch=interpreter._patch_lang):
+        if fn.__module__ not in patched:
+            patch(fn)
+            patched.add(fn.__module__)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,16 @@ def test_linear_with_fp8_blocks(device: str, dtype: torch.dtype, gpu: bool) -> N
     close(out.sum(0), x.float() @ wide.T)
 
 
+def test_fp8_blocks_widened(device: str, dtype: torch.dtype) -> None:
+    n, k = 160, 200
+    w = torch.randn(2, n, k, device=device).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2, 2, device=device) + 0.5
+    out = torch.full((2, n, k), torch.nan, device=device, dtype=dtype)
+    linear.widen(w, scale, out)
+    wide = w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :n, :k]
+    assert torch.equal(out, wide.to(dtype))
+
+
 def test_add_norm_adds_rounds_and_norms(device: str, dtype: torch.dtype, gpu: bool) -> None:
     dim = 6144 if gpu else 96
     hidden = torch.randn(5, dim, device=device).to(dtype)

@@ -26,7 +26,7 @@ test: .venv/.ready ## every check and every test, on a real cluster
 lint: .venv/.ready ## ruff, mypy, import-linter, generated files
 	@$(PY) -m e2e.suite lint
 
-unit: .venv/.ready ## the tests that need no cluster
+unit: .venv/.ready ## the tests of parts, under a minute
 	@$(PY) -m e2e.suite unit
 
 lock: .venv/.ready ## renew requirements/*.lock from requirements/*.in

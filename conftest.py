@@ -24,6 +24,18 @@ GROUPS = {
 """Files that one worker runs: the first import transformers, which takes ten seconds; the second share a deployment."""
 
 
+ENGINE = tuple(
+    f"tests/engine/{part}/"
+    for part in ("clients", "kernels", "local", "model", "route", "runtime", "serve", "transfer")
+)
+"""Tests that compute: a model or a kernel runs, or whole pods over HTTP within the process."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid.startswith(ENGINE):
+        item.add_marker(pytest.mark.engine)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file to a worker, but for `GROUPS`.

@@ -2,7 +2,8 @@
 
     python -m e2e.suite            everything, on a cluster it brings up
     python -m e2e.suite lint       ruff, mypy, import-linter, generated files, helm lint
-    python -m e2e.suite unit       the tests that need neither a cluster nor whole engines
+    python -m e2e.suite unit       the tests of parts
+    python -m e2e.suite engine     models and kernels that compute, and pods within the process
     python -m e2e.suite processes  whole engines as processes, without a cluster
     python -m e2e.suite e2e        the tests on the cluster
 
@@ -51,13 +52,21 @@ def lint() -> int:
     )
 
 
+def pytest(markers: str, *more: str) -> int:
+    # With -n, a file goes to one worker (conftest.py), so that what is costly is made once.
+    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", markers, *more)
+
+
 def unit() -> int:
-    # Two workers suit two cores; a file goes to one of them (conftest.py), so that what is costly is made once.
-    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", "not cluster and not processes", "-n", "2")
+    return pytest("not cluster and not processes and not engine", "-n", "2")
+
+
+def engine() -> int:
+    return pytest("engine and not cluster and not processes", "-n", "2")
 
 
 def processes() -> int:
-    return run(PYTHON, "-m", "pytest", "-q", "tests", "-m", "processes")
+    return pytest("processes")
 
 
 def cluster() -> int:
@@ -66,19 +75,7 @@ def cluster() -> int:
 
 def e2e() -> int:
     # Most of a cluster test is waiting for the kubelet: two at a time, each file in namespaces of its own.
-    code = run(
-        PYTHON,
-        "-m",
-        "pytest",
-        "-q",
-        "tests",
-        "e2e",
-        "-m",
-        "cluster",
-        "--durations=15",
-        "-n",
-        "2",
-    )
+    code = pytest("cluster", "e2e", "--durations=15", "-n", "2")
     if code:
         logs = ROOT / "build/cluster-logs"
         run(PYTHON, "-m", "e2e.cluster", "logs", logs)
@@ -87,7 +84,14 @@ def e2e() -> int:
 
 
 def layers(names: Sequence[str]) -> list[tuple[str, Layer]]:
-    every: dict[str, Layer] = {"lint": lint, "unit": unit, "processes": processes, "cluster": cluster, "e2e": e2e}
+    every: dict[str, Layer] = {
+        "lint": lint,
+        "unit": unit,
+        "engine": engine,
+        "processes": processes,
+        "cluster": cluster,
+        "e2e": e2e,
+    }
     unknown = sorted(set(names) - set(every))
     if unknown:
         raise SystemExit(f"no layer {', '.join(unknown)}; there are {', '.join(every)}")
@@ -106,7 +110,7 @@ def main(names: Sequence[str]) -> int:
         results.append((name, layer(), time.monotonic() - began))
     print("\n=== summary")
     for name, code, seconds in results:
-        print(f"  {name:<8} {'ok' if code == 0 else f'FAILED ({code})':<14} {seconds:7.1f} s")
+        print(f"  {name:<9} {'ok' if code == 0 else f'FAILED ({code})':<14} {seconds:7.1f} s")
     return first_failure([code for _, code, _ in results])
 
 

@@ -17,7 +17,7 @@ from glm52_engine.config import INTERNAL_TOKEN_HEADER, Role
 from glm52_engine.lifecycle import trace
 from glm52_engine.route.pools import Pools
 from glm52_engine.serve.bodies import read
-from glm52_engine.serve.errors import RETRY_AFTER_SECONDS, ApiError, unavailable
+from glm52_engine.serve.errors import KV_MISMATCH, RETRY_AFTER_SECONDS, ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,8 @@ async def _refuse(leg: str, url: str, response: aiohttp.ClientResponse) -> None:
             raise LegFailed(url, ApiError(502, f"the {leg} pod answers {response.status}"), Next.OTHER_POD)
         kept = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
         raise Relayed(response.status, body, kept)
-    raise LegFailed(url, _error_of(response.status, body, response.headers), then)
+    told = _error_of(response.status, body, response.headers)
+    raise LegFailed(url, told, Next.OTHER_POD if told.code == KV_MISMATCH else then)
 
 
 def _is_ours(body: bytes) -> bool:

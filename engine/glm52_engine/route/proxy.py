@@ -14,7 +14,7 @@ from glm52_engine.config import Role
 from glm52_engine.route.call import REQUEST_ID, Exchange
 from glm52_engine.route.legs import Call, LegFailed, Legs, Next, PrefillAnswer, Relayed
 from glm52_engine.route.pools import Pools
-from glm52_engine.serve.errors import RETRY_AFTER_SECONDS, ApiError, unavailable
+from glm52_engine.serve.errors import KV_MISMATCH, RETRY_AFTER_SECONDS, ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Proxy:
             url = await self._pick("prefill", exchange)
             try:
                 async with self._prefilled(url, call) as prefilled:
-                    return await self._decode(exchange, call, prefilled)
+                    return await self._decode(exchange, call, prefilled, url)
             except LegFailed as failure:
                 self._blame(exchange, failure)
         raise _given_up(exchange)
@@ -82,7 +82,9 @@ class Proxy:
                 self._legs.give_up(prefilled.kv, url, call.id)
             raise
 
-    async def _decode(self, exchange: Exchange, call: Call, prefilled: PrefillAnswer) -> web.StreamResponse:
+    async def _decode(
+        self, exchange: Exchange, call: Call, prefilled: PrefillAnswer, prefill: str
+    ) -> web.StreamResponse:
         for _ in range(DECODE_ATTEMPTS):
             url = await self._pick("decode", exchange)
             try:
@@ -92,6 +94,9 @@ class Proxy:
                 if failure.then is not Next.OTHER_POD:
                     raise
                 self._blame(exchange, failure)
+                if failure.error.code == KV_MISMATCH and self._pools.ready("decode") <= exchange.tried:
+                    # No decode pod is of this prefill pod's kind, as in the middle of an update.
+                    raise LegFailed(prefill, failure.error, Next.ANEW) from failure
         raise _given_up(exchange)
 
     async def _pick(self, role: Role, exchange: Exchange) -> str:

@@ -19,7 +19,7 @@ from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import Piece, TextStream, engine_request, prompt_text
 from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.agent import TransferError
-from glm52_engine.transfer.peers import KvReference
+from glm52_engine.transfer.peers import KvMismatch, KvReference
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def _offered(parts: Loaded, call: DecodeCall) -> Iterator[_Offer]:
     offer = _Offer(sum(token.finish is None for token in call.first_tokens) if call.kv else 0)
     try:
         yield offer
-    except EngineBusy:
-        # Another decode pod may have room: the router offers it the same KV, or gives it up.
+    except (EngineBusy, KvMismatch):
+        # Another decode pod may take it: the router offers it the same KV, or gives it up.
         offer.readers = 0
         raise
     finally:

@@ -7,6 +7,9 @@ from typing import Any
 
 RETRY_AFTER_SECONDS = 2
 
+KV_MISMATCH = "kv_mismatch"
+"""Code of decode's refusal of KV that it cannot read; one of another model may."""
+
 
 class ApiError(Exception):
     """What the client gets instead of an answer."""

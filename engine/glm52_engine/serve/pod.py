@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
 from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestError, Token
-from glm52_engine.serve.errors import ApiError, bad, unavailable
+from glm52_engine.serve.errors import KV_MISMATCH, ApiError, bad, unavailable
 from glm52_engine.serve.limits import Endpoint
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.structured import GrammarCompiler
@@ -19,7 +19,7 @@ from glm52_engine.tokenizer import Tokenizer
 from glm52_engine.transfer.agent import TransferAgent, TransferError
 from glm52_engine.transfer.fingerprint import Fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
-from glm52_engine.transfer.peers import KvReference, Puller
+from glm52_engine.transfer.peers import KvMismatch, KvReference, Puller
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,6 @@ def told(error: Exception, request_id: str, stopped: type[Exception] = Refused) 
         return unavailable(f"this server takes no requests: {error}", "not_ready")
     if isinstance(error, TransferError):
         log.warning("KV hand-off failed: %s", error, extra={"request": request_id})
-        return ApiError(502, str(error), code="kv_transfer_failed")
+        return ApiError(502, str(error), code=KV_MISMATCH if isinstance(error, KvMismatch) else "kv_transfer_failed")
     log.error("request failed", exc_info=error, extra={"request": request_id})
     return ApiError(500, "the engine failed on this request; its log has the reason", code="internal_error")

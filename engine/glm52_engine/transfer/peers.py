@@ -76,6 +76,10 @@ class LeaseCard(_Message):
     seconds: float
 
 
+class KvMismatch(TransferError):
+    """This pod cannot read that KV, and another decode pod may: the lease is left to whoever offered it."""
+
+
 class Puller:
     def __init__(
         self,
@@ -94,11 +98,11 @@ class Puller:
         self._background: set[asyncio.Task[None]] = set()
 
     def check(self, kv: KvReference) -> None:
-        """Raises TransferError naming each field in which the two pods' KV differs."""
+        """Raises KvMismatch naming each field in which the two pods' KV differs."""
         wrong = difference(self.ours, kv.fingerprint)
         if wrong:
             self.counters.pulls_failed += 1
-            raise TransferError(f"prefill {kv.address} and this decode pod cannot exchange KV: {wrong}")
+            raise KvMismatch(f"prefill {kv.address} and this decode pod cannot exchange KV: {wrong}")
 
     @contextlib.contextmanager
     def keeping(self, kv: KvReference, request_id: str) -> Iterator[asyncio.Task[None]]:

@@ -77,6 +77,22 @@ async def test_many_at_once_wait_for_blocks_and_none_gets_anothers_text(build: B
     await made.idle()
 
 
+async def test_pods_of_two_models_never_exchange_kv(build: Builder) -> None:
+    """In the middle of an update both are there: whoever can work together serves, and nobody gives wrong text."""
+    both = [FakeEngine(model="old"), FakeEngine(model="new")]
+    made = await build.deployment(both, [FakeEngine(model="old"), FakeEngine(model="new")])
+    prefill, decode = [pod.url for pod in made.prefill], [pod.url for pod in made.decode]
+    for url in (made.url, await build.router(prefill, decode[1:])):
+        made.url = url
+        answers = await asyncio.gather(*(made.post("/v1/completions", body()) for _ in range(4)))
+        assert [a.json()["choices"][0]["text"] for a in answers] == [expected_text(PROMPT, 12)] * 4
+    made.url = await build.router(prefill[:1], decode[1:])
+    answer = await asyncio.wait_for(made.post("/v1/completions", body(stream=True)), 5)
+    assert (answer.status, answer.json()["error"]["code"]) == (502, "kv_mismatch")
+    assert "model: decode has 'new', prefill has 'old'" in answer.json()["error"]["message"]
+    await made.idle()
+
+
 async def test_a_lease_that_nobody_uses_ends(build: Builder) -> None:
     hand = Handoff(await one(build))
     pod = hand.made.prefill[0].process.pod

@@ -106,6 +106,13 @@ def test_fingerprint_sees_other_weights_of_the_same_shape(whole: Path, copy: Pat
     assert load(copy).fingerprint != load(whole).fingerprint
 
 
+def test_fingerprint_sees_another_config_beside_the_same_weights(whole: Path, copy: Path) -> None:
+    """A prefill pod that selects other tokens, or rotates by another base, writes KV that decode cannot go on from."""
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"index_topk": config["index_topk"] + 1}))
+    assert load(copy).fingerprint != load(whole).fingerprint
+
+
 def test_a_missing_tensor(copy: Path) -> None:
     change(copy, lambda tensors: tensors.pop(GATE))
     assert f"missing {GATE}" in refusal(copy)

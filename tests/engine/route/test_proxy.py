@@ -79,6 +79,13 @@ async def broken(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+async def half_a_head(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"HTTP/1.1 200 OK\r\ncontent-le")
+    request.transport.close()
+    return web.Response()
+
+
 async def refuses(request: web.Request) -> web.StreamResponse:
     return web.json_response({"error": {"message": "no", "type": "x", "param": "p", "code": None}}, status=400)
 
@@ -105,7 +112,7 @@ async def ask(made: Deployment, count: int = 1, **more: Any) -> list[Any]:
 GOOD = (200, expected_text(PROMPT, 12))
 
 
-@pytest.mark.parametrize("handler", [busy, broken], ids=lambda handler: handler.__name__)
+@pytest.mark.parametrize("handler", [busy, broken, half_a_head], ids=lambda handler: handler.__name__)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_pod_that_fails_before_its_answer_is_replaced_by_another(
     build: Builder, bad: Bad, handler: Handler, role: str

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.config import ConfigError, RoleConfig
+from glm52_engine.kv import KvLayout
 from glm52_engine.runtime import load, progress
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.sizing import GIB
 from glm52_engine.tokenizer import decodable_bound, eos_token_ids
+from glm52_engine.transfer.fingerprint import difference
 from tests.engine.checkpoint.support import fp8, quantized, write
 from tests.engine.model.support import prompt
 from tests.engine.runtime.support import greedy
@@ -120,6 +125,21 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pool")
+def test_what_two_engines_must_have_in_common() -> None:
+    """Everything that the bytes of a block depend on, each under its name; a refusal then says both values."""
+    layout = KvLayout(16, 8, (0, 1, 4), 48, 32, torch.float32)
+    ours = load.kv_contract(layout, Weights({}, {}, "these"))
+    assert difference(ours, ours) == ""
+    others = {"block_size": 32, "layers": 9, "full_layers": (0, 2), "mla_row": 64, "index_row": 16, "dtype": torch.half}
+    assert others.keys() == {field.name for field in dataclasses.fields(KvLayout)}
+    for name, value in others.items():
+        theirs = load.kv_contract(dataclasses.replace(layout, **{name: value}), Weights({}, {}, "these"))
+        said = difference(ours, theirs)
+        assert said.startswith(f"{name}: decode has {ours[name]!r}, prefill has {theirs[name]!r}")
+        assert ";" not in said
+    assert "model: " in difference(ours, load.kv_contract(layout, Weights({}, {}, "those")))
+
+
 async def test_each_of_the_three_ends_ends(tiny_checkpoint: Path) -> None:
     engine = start(tiny_checkpoint)
     engine.start()

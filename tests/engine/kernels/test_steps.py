@@ -62,36 +62,39 @@ def on_device(checkpoint: Path, kept: Fp8) -> DeviceWeights:
     return device_weights(spec, load_weights(checkpoint, spec, fp8=kept), "cpu")
 
 
-@pytest.mark.parametrize("kept", ["dequantize", "keep"])
-def test_prefill_and_decode_are_the_plain_model(checkpoint: Path, kept: Fp8, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_and_decode_are_the_plain_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "BLOCK", BLOCK)
     monkeypatch.setattr(linear, "splits_for", lambda n: 2)  # eight programs where two show the same
     plain = Ours(checkpoint)
-    weights = on_device(checkpoint, kept)
-    pool = DevicePool(weights.spec, plain.pool.num_blocks, BLOCK, torch.float32, "cpu")
-    step = DecodeStep(weights, pool, batch=3, longest=12, vocab_bound=300)
-    chunks = prefill.Prefill(weights, pool, most_rows=64)
-    step.active.fill_(2)
-    for seat, length in enumerate(LENGTHS):
+    both = on_device(checkpoint, "dequantize"), on_device(checkpoint, "keep")
+    pool = DevicePool(both[0].spec, plain.pool.num_blocks, BLOCK, torch.float32, "cpu")
+    steps = [DecodeStep(weights, pool, batch=3, longest=12, vocab_bound=300) for weights in both]
+    spans = []
+    for seat, (length, weights) in enumerate(zip(LENGTHS, both, strict=True)):
         ids = prompt(length, seat)
         want = plain.prefill(ids, chunk=64, seat=seat)
-        step.table[seat] = plain.tables[seat, :3].int()
-        table = step.table[seat].expand(length, -1)
-        got = chunks.run(
-            torch.tensor(ids), torch.arange(length), table, length, torch.tensor([length - 1]), together=4
-        )[0]
+        table = plain.tables[seat, :3].int()
+        got = prefill.Prefill(weights, pool, most_rows=64).run(
+            torch.tensor(ids), torch.arange(length), table.expand(length, -1), length, torch.tensor([length - 1]),
+            together=4,
+        )[0]  # fmt: skip
         assert (got - want).abs().max() < 1e-3
-        step.tokens[seat], step.positions[seat], step.lengths[seat] = got[:300].argmax(), length, length + 1
-    tokens = step.tokens.tolist()
+        spans.append(Span(seat, length, [int(got[:300].argmax())], True))
+        for step in steps:
+            step.active.fill_(2)
+            step.table[seat] = table
+            step.tokens[seat], step.positions[seat], step.lengths[seat] = spans[-1].tokens[0], length, length + 1
     before = pool.tensor.clone()
-    step.run()
-    want = plain.step([Span(seat, length, [tokens[seat]], True) for seat, length in enumerate(LENGTHS)])
-    assert (step.logits[:2] - want).abs().max() < 1e-3
-    assert step.chosen[:2].tolist() == want[:, :300].argmax(1).tolist()
-    assert step.tokens[:2].tolist() == step.chosen[:2].tolist()
-    assert step.positions.tolist() == [4, 12, 0], "a padding row stays where it is"
-    changed = (pool.tensor != before).any(1).nonzero().flatten().tolist()
-    assert changed == sorted(int(plain.tables[seat, length // BLOCK]) for seat, length in enumerate(LENGTHS))
+    want = plain.step(spans)
+    for step in steps:
+        pool.tensor.copy_(before)
+        step.run()
+        assert (step.logits[:2] - want).abs().max() < 1e-3
+        assert step.chosen[:2].tolist() == want[:, :300].argmax(1).tolist()
+        assert step.tokens[:2].tolist() == step.chosen[:2].tolist()
+        assert step.positions.tolist() == [4, 12, 0], "a padding row stays where it is"
+        changed = (pool.tensor != before).any(1).nonzero().flatten().tolist()
+        assert changed == sorted(int(plain.tables[seat, length // BLOCK]) for seat, length in enumerate(LENGTHS))
 
 
 def matrices(layer: LayerWeights) -> dict[str, Matrix]:

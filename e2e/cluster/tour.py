@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import re
 import shutil
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from e2e.cluster.errors import Failed
 from e2e.cluster.lifecycle import Cluster
@@ -21,6 +25,7 @@ CHART = REPO / "charts" / RELEASE
 EXAMPLE = REPO / "examples" / "tiny.yaml"
 READY_SECONDS = 300
 URL = "http://127.0.0.1:30080"
+SERVICE = "service/tiny-router"
 QUESTION = "How do I scale tiny to 2 decode pods?"
 """The example serves a model that was trained on such questions."""
 
@@ -105,16 +110,34 @@ def run_example(cluster: Cluster, progress: Progress) -> None:
         except Failed as error:
             raise Failed(f"{error}\n{kubectl(cluster, 'get', 'glm52,pods', '-o', 'wide')}") from error
     model = kubectl(cluster, "get", "glm52", "tiny", "-o", "jsonpath={.spec.model.name}")
-    if cluster.mode == "kubeconfig":
-        print(next_steps(cluster, "http://ROUTER (kubectl get svc)", model))
-        return
     with progress.phase("a chat through the router"):
-        wait_for_router()
-        chat(model)
-    print(next_steps(cluster, URL, model))
+        if cluster.mode == "kind":
+            wait_for_router(URL)
+            chat(URL, model)
+        else:  # of a cluster of the user's own it is not known how its nodes are reached
+            with forwarded(cluster) as url:
+                chat(url, model)
+    print(next_steps(cluster, model))
 
 
-def chat(model: str) -> None:
+@contextlib.contextmanager
+def forwarded(cluster: Cluster) -> Iterator[str]:
+    """The router on a free port of this machine, through the API server."""
+    command: list[str | Path] = [cluster.kubectl, "--kubeconfig", cluster.kubeconfig, "port-forward", SERVICE, ":8000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"127\.0\.0\.1:(\d+)", said)
+        if found is None:
+            raise Failed(f"kubectl port-forward {SERVICE}: {said.strip() or 'ended without a word'}")
+        yield f"http://127.0.0.1:{found[1]}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def chat(url: str, model: str) -> None:
     """One question, its answer printed token by token."""
     body = {
         "model": model,
@@ -124,25 +147,30 @@ def chat(model: str) -> None:
         "stream": True,
     }
     request = urllib.request.Request(
-        f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     print(f"\n> {QUESTION}\n", flush=True)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        for piece in pieces(response):
-            print(piece, end="", flush=True)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            for piece in pieces(response):
+                print(piece, end="", flush=True)
+    except urllib.error.HTTPError as error:
+        raise Failed(f"the router answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise Failed(f"the answer of the router broke off: {error}") from error
     print("\n", flush=True)
 
 
-def wait_for_router(patience: float = 30) -> None:
+def wait_for_router(url: str, patience: float = 30) -> None:
     """Ready says that the pods serve; kube-proxy on the node we enter by may be a moment behind."""
     deadline = time.monotonic() + patience
     while True:
         try:
-            urllib.request.urlopen(f"{URL}/v1/models", timeout=10).close()
+            urllib.request.urlopen(f"{url}/v1/models", timeout=10).close()
             return
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() > deadline:
-                raise Failed(f"the router does not answer on {URL}: {error}") from error
+                raise Failed(f"the router does not answer on {url}: {error}") from error
             time.sleep(0.3)
 
 
@@ -165,14 +193,17 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
             yield thought + said
 
 
-def next_steps(cluster: Cluster, url: str, model: str) -> str:
+def next_steps(cluster: Cluster, model: str) -> str:
     on_path = shutil.which("kubectl") == str(cluster.kubectl)
     name = "kubectl" if on_path else str(cluster.kubectl)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is HiSparse?"}]})
+    url, way = URL, ""
+    if cluster.mode != "kind":
+        url, way = "http://127.0.0.1:8000", f"  {name} port-forward {SERVICE} 8000 &\n"
     return f"""The API is at {url}/v1. Next:
 
   export KUBECONFIG={cluster.kubeconfig}
-  {name} get glm52 -w
+{way}  {name} get glm52 -w
   {name} scale glm52 tiny --replicas=2
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
 """

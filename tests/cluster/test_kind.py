@@ -102,17 +102,38 @@ def test_the_tour_asks_the_example() -> None:
     assert tour.URL.endswith(f":{example['spec']['router']['service']['nodePort']}")
 
 
-def test_next_steps_name_the_kubeconfig_and_the_model() -> None:
-    cluster = Cluster(Path("/k/config"), Path("/k/kubectl"), Path("/k/helm"), {})
-    text = tour.next_steps(cluster, "http://127.0.0.1:30080", "glm-5.2")
+@pytest.mark.parametrize(
+    ("mode", "url"), [("kind", "http://127.0.0.1:30080/v1"), ("kubeconfig", "http://127.0.0.1:8000/v1")]
+)
+def test_next_steps_can_be_copied_as_they_are(mode: str, url: str) -> None:
+    cluster = Cluster(Path("/k/config"), Path("/k/kubectl"), Path("/k/helm"), {}, mode=mode)
+    text = tour.next_steps(cluster, "glm-5.2")
     for line in (
         "export KUBECONFIG=/k/config",
-        "get glm52 -w",
-        "scale glm52 tiny --replicas=2",
-        "curl http://127.0.0.1:30080/v1",
+        "/k/kubectl get glm52 -w",
+        "/k/kubectl scale glm52 tiny --replicas=2",
+        f"curl {url}/chat/completions",
         '"model": "glm-5.2"',
     ):
         assert line in text
+    assert ("/k/kubectl port-forward service/tiny-router 8000 &" in text) is (mode == "kubeconfig")
+
+
+def _kubectl_that_says(folder: Path, words: str) -> Cluster:
+    program = folder / "kubectl"
+    program.write_text(f"#!/bin/sh\necho '{words}'\nexec sleep 60\n")
+    program.chmod(0o755)
+    return Cluster(Path("/k/config"), program, Path("/k/helm"), {}, mode="kubeconfig")
+
+
+def test_the_router_of_a_cluster_of_one_s_own_is_reached_through_a_forwarded_port(tmp_path: Path) -> None:
+    with tour.forwarded(_kubectl_that_says(tmp_path, "Forwarding from 127.0.0.1:4711 -> 8000")) as url:
+        assert url == "http://127.0.0.1:4711"
+    with (
+        pytest.raises(Failed, match="service/tiny-router: error: pod is not running"),
+        tour.forwarded(_kubectl_that_says(tmp_path, "error: pod is not running")),
+    ):
+        raise AssertionError("it has no address")
 
 
 def test_progress_tells_time_and_shows_signs_of_life() -> None:

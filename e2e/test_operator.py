@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +112,33 @@ def test_a_restart_in_the_middle_changes_nothing(
     secret = f"Secret/{NAME}-internal"
     assert after[secret]["resourceVersion"] == before[secret]["resourceVersion"]
     assert is_current(steady.get("glm52", NAME), "Ready")
+
+
+def test_a_deployment_that_is_deleted_and_applied_again_at_once_answers(kube: Kubectl) -> None:
+    """Its new pods start where old ones still end: they must not be given what those had mounted."""
+    again = deployment("again", node_port=30082)
+    kube.apply(again)
+    wait_ready(kube, "again")
+    kube("delete", "glm52", "again")
+    kube.apply(again)
+    wait_ready(kube, "again")
+    body = json.dumps({"model": "glm-5.2", "prompt": "once more", "max_tokens": 4}).encode()
+    question = urllib.request.Request(
+        "http://127.0.0.1:30082/v1/completions", body, {"Content-Type": "application/json"}
+    )
+
+    def asked() -> int | None:
+        # Ready says that the pods serve; kube-proxy on the node that we enter by may be a moment behind.
+        try:
+            with urllib.request.urlopen(question, timeout=30) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    assert until("the router is reached", asked, timeout=30) == 200
+    kube("delete", "glm52", "again", "--wait=false")
 
 
 def test_a_deletion_with_a_restart_in_the_middle_leaves_nothing(kubectl: Kubectl, steady: Kubectl) -> None:

@@ -20,7 +20,7 @@ def build_internal_secret(target: Target, token: str) -> Object:
         names.internal_secret(target.name),
         labels(target, "internal"),
         type="Opaque",
-        # Not immutable: a kubelet keeps such a Secret while any pod mounts it, and would give the old token to pods of a
-        # deployment that was deleted and applied again meanwhile: its pods would refuse each other for ever.
+        # Not immutable: a kubelet keeps such a Secret while any pod mounts it, and would give the old token to pods
+        # of a deployment that was deleted and applied again meanwhile: its pods would refuse each other for ever.
         data={TOKEN_KEY: base64.b64encode(token.encode()).decode()},
     )

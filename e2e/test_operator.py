@@ -18,6 +18,8 @@ CHILDREN = (
     "statefulsets,deployments,services,configmaps,secrets,poddisruptionbudgets,serviceaccounts,roles,rolebindings"
 )
 NAME = "steady"
+PORT = 30082
+STEADY = deployment(NAME, node_port=PORT)
 
 
 def children(kube: Kubectl) -> dict[str, Object]:
@@ -45,7 +47,7 @@ def seats(kube: Kubectl) -> int:
 
 @pytest.fixture(scope="module")
 def steady(kube: Kubectl) -> Kubectl:
-    kube.apply(deployment(NAME))
+    kube.apply(STEADY)
     wait_ready(kube, NAME)
     return kube
 
@@ -114,17 +116,14 @@ def test_a_restart_in_the_middle_changes_nothing(
     assert is_current(steady.get("glm52", NAME), "Ready")
 
 
-def test_a_deployment_that_is_deleted_and_applied_again_at_once_answers(kube: Kubectl) -> None:
+def test_a_deployment_that_is_deleted_and_applied_again_at_once_answers(steady: Kubectl) -> None:
     """Its new pods start where old ones still end: they must not be given what those had mounted."""
-    again = deployment("again", node_port=30082)
-    kube.apply(again)
-    wait_ready(kube, "again")
-    kube("delete", "glm52", "again")
-    kube.apply(again)
-    wait_ready(kube, "again")
+    steady("delete", "glm52", NAME)
+    steady.apply(STEADY)
+    wait_ready(steady, NAME)
     body = json.dumps({"model": "glm-5.2", "prompt": "once more", "max_tokens": 4}).encode()
     question = urllib.request.Request(
-        "http://127.0.0.1:30082/v1/completions", body, {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{PORT}/v1/completions", body, {"Content-Type": "application/json"}
     )
 
     def asked() -> int | None:
@@ -138,7 +137,6 @@ def test_a_deployment_that_is_deleted_and_applied_again_at_once_answers(kube: Ku
             return None
 
     assert until("the router is reached", asked, timeout=30) == 200
-    kube("delete", "glm52", "again", "--wait=false")
 
 
 def test_a_deletion_with_a_restart_in_the_middle_leaves_nothing(kubectl: Kubectl, steady: Kubectl) -> None:

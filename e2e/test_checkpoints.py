@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from e2e.cluster import Cluster
@@ -78,39 +80,38 @@ def broken(kube: Kubectl, cluster: Cluster) -> Kubectl:
     kube.apply(*(breaker(node, cluster.images["engine"]) for node in nodes))
     for node in nodes:
         kube("wait", "--for=jsonpath={.status.phase}=Succeeded", f"pod/breaker-{node}", "--timeout=120s", timeout=150)
-    volume = {"hostPath": {"path": FOLDER}}
-    kube.apply(
-        *(
-            deployment(
-                case,
-                model={"path": f"/models/{case}", "volume": volume, "maxModelLen": 2048},
-                decode={"replicas": 0},
-            )
-            for case in CASES
-        )
-    )
     return kube
 
 
+@pytest.fixture
+def deployed(broken: Kubectl, case: str) -> Iterator[Kubectl]:
+    """The deployment of one case; one at a time, or they would fill the nodes."""
+    volume = {"hostPath": {"path": FOLDER}}
+    model = {"path": f"/models/{case}", "volume": volume, "maxModelLen": 2048}
+    broken.apply(deployment(case, model=model, decode={"replicas": 0}))
+    yield broken
+    broken("delete", "glm52", case)
+
+
 @pytest.mark.parametrize(("case", "said"), CASES.items())
-def test_the_condition_names_what_is_wrong(broken: Kubectl, case: str, said: str) -> None:
+def test_the_condition_names_what_is_wrong(deployed: Kubectl, case: str, said: str) -> None:
     def refused() -> bool:
-        return condition(broken.get("glm52", case), "PrefillReady").get("reason") == "ConfigRefused"
+        return condition(deployed.get("glm52", case), "PrefillReady").get("reason") == "ConfigRefused"
 
     until(
         "PrefillReady says ConfigRefused",
         refused,
         timeout=150,
-        last=lambda: (broken.get("glm52", case) or {}).get("status"),
+        last=lambda: (deployed.get("glm52", case) or {}).get("status"),
     )
-    found = broken.get("glm52", case)
+    found = deployed.get("glm52", case)
     message = condition(found, "PrefillReady")["message"]
     assert said in message
     assert f"/models/{case}" in message
     ready = condition(found, "Ready")
     assert ready["status"] == "False"
     assert said in ready["message"]
-    pod = broken.get("pod", f"{case}-prefill-0")
+    pod = deployed.get("pod", f"{case}-prefill-0")
     assert pod is not None
     # The kubelet's back-off is 10 s, 20 s, 40 s, …: more restarts than this would be a hot loop.
     assert pod["status"]["containerStatuses"][0]["restartCount"] <= 5

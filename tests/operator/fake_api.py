@@ -26,7 +26,13 @@ class FakeApi:
 
     @property
     def writes(self) -> list[tuple[str, str, str]]:
-        return [call for call in self.calls if call[0] not in ("get", "list")]
+        """Of everything but events: see `told`."""
+        return [call for call in self.calls if call[0] not in ("get", "list") and call[1] != "Event"]
+
+    @property
+    def told(self) -> list[Object]:
+        """Events that were written, in the order of their first write."""
+        return [obj for (kind, _, _), obj in self.objects.items() if kind.kind == "Event"]
 
     def put(self, kind: Kind, obj: Object) -> Object:
         meta = obj["metadata"]

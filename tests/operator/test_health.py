@@ -55,8 +55,10 @@ def test_a_watch_that_does_not_bring_what_a_list_showed_is_dead(clock: FakeClock
 
 async def test_the_endpoints(clock: FakeClock) -> None:
     own = health(clock)
-    async with TestClient(TestServer(application(own))) as client:
+    async with TestClient(TestServer(application(own, lambda: b"glm52_x 1\n"))) as client:
         assert (await client.get("/healthz")).status == 200
+        shown = await client.get("/metrics")
+        assert (await shown.read(), shown.headers["Content-Type"].split(";")[0]) == (b"glm52_x 1\n", "text/plain")
         assert (await client.get("/readyz")).status == 503
         own.synced = True
         assert (await client.get("/readyz")).status == 200

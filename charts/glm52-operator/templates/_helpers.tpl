@@ -65,6 +65,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [events]
   verbs: [list]
+# What kubectl describe shows of a deployment.
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
 # Handed on to the routers: nobody can grant what they do not have.
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]

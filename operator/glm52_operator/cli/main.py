@@ -26,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
         help="serve this namespace only; may be repeated (GLM52_NAMESPACES, comma-separated); default: all",
     )
     run.add_argument("--resync-seconds", type=float, default=60.0, help="seconds between two full lists (60)")
-    run.add_argument("--health-host", default="0.0.0.0", help="address of /healthz and /readyz (all)")
-    run.add_argument("--health-port", type=int, default=8080, help="port of /healthz and /readyz (8080)")
+    run.add_argument("--health-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")
+    run.add_argument("--health-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
     run.add_argument("-v", "--verbose", action="store_true", help="log more")
 
     crd = commands.add_parser("crd", help="write the CustomResourceDefinition, or check that the files are current")

@@ -33,6 +33,21 @@ def difference(desired: Object, observed: Object) -> str | None:
     return _differs(desired, observed, "")
 
 
+def repair(desired: Object, observed: Object | None, changed: str, *, complete: bool) -> str | None:
+    """What somebody else did to a child, in words; None where an apply is our own doing.
+
+    `complete`: everything was there for this very specification, so that a missing child was deleted. A changed one
+    still carries the hash of what we want now; the hash of a former version of us is another.
+    """
+    what = f"{desired['kind']} {desired['metadata']['name']}"
+    if observed is None:
+        return f"{what} was missing and was made again." if complete else None
+    annotations = observed["metadata"].get("annotations", {})
+    if annotations.get(names.APPLIED_HASH) != desired["metadata"]["annotations"][names.APPLIED_HASH]:
+        return None
+    return f"{what} was changed at {changed} by somebody else and was put right."
+
+
 def _differs(desired: Any, observed: Any, path: str) -> str | None:
     if isinstance(desired, dict):
         if not isinstance(observed, dict):

@@ -10,7 +10,7 @@ from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.desired.target import Object, Target
-from glm52_operator.plan.changes import difference, stamp
+from glm52_operator.plan.changes import difference, repair, stamp
 from glm52_operator.plan.failures import Failure, classify, leaving, not_ours
 from glm52_operator.plan.ownership import Ownership, ownership
 from glm52_operator.reconcile.client import Api, ApiError
@@ -37,6 +37,14 @@ def failure_of(error: ApiError) -> Failure:
 
 
 @dataclass(slots=True)
+class Applied:
+    failures: list[Failure]
+    """What the API server refused."""
+    repaired: list[str] = field(default_factory=list)
+    """What others had done to children."""
+
+
+@dataclass(slots=True)
 class Applier:
     api: Api
     store: Store
@@ -44,18 +52,19 @@ class Applier:
     _secret_seen: dict[str, float] = field(default_factory=dict)
     """uid of a deployment → when its Secret was last seen; a watch of Secrets would need the right to read them all."""
 
-    async def apply(self, target: Target) -> list[Failure]:
-        """Apply what differs. Workloads wait until everything that their pods mount is there."""
-        failures = await self._ensure_secret(target)
+    async def apply(self, target: Target, *, complete: bool) -> Applied:
+        """Apply what differs. Workloads wait until everything that their pods mount is there.
+
+        `complete`: all children were there for this specification, so a missing one was taken away.
+        """
+        applied = Applied(await self._ensure_secret(target))
         desired = [stamp(child) for child in build(target)]
         for child in desired:
-            if child["kind"] in _WORKLOADS and any(_blocks(failure, target) for failure in failures):
+            if child["kind"] in _WORKLOADS and any(_blocks(failure, target) for failure in applied.failures):
                 continue
-            failure = await self._apply_child(target, child)
-            if failure is not None:
-                failures.append(failure)
-        failures += await self._prune(target, desired)
-        return failures
+            await self._apply_child(target, child, applied, complete)
+        applied.failures += await self._prune(target, desired)
+        return applied
 
     def forget(self, uid: str) -> None:
         self._secret_seen.pop(uid, None)
@@ -78,7 +87,7 @@ class Applier:
             self._secret_seen[target.uid] = self.clock.now()
         return [refused] if refused else []
 
-    async def _apply_child(self, target: Target, child: Object) -> Failure | None:
+    async def _apply_child(self, target: Target, child: Object, applied: Applied, complete: bool) -> None:
         kind, name = BY_KIND[child["kind"]], child["metadata"]["name"]
         try:
             observed = self.store.get(kind, target.namespace, name)
@@ -88,16 +97,18 @@ class Applier:
             if observed is not None:
                 refused = _refusal(observed, target, kind.kind, name)
                 if refused is not None:
-                    return refused
+                    applied.failures.append(refused)
+                    return
             changed = "new" if observed is None else difference(child, observed)
             if changed is not None:
                 self.store.observe(kind, await self.api.apply(kind, child))
                 log.info("%s/%s: applied %s %s (%s)", target.namespace, target.name, kind.kind, name, changed)
+                fixed = repair(child, observed, changed, complete=complete)
+                applied.repaired += [fixed] if fixed else []
             elif observed is not None:
                 self.store.observe(kind, observed)
         except ApiError as error:
-            return failure_of(error)
-        return None
+            applied.failures.append(failure_of(error))
 
     async def _prune(self, target: Target, desired: list[Object]) -> list[Failure]:
         """Children of this deployment that are no longer wanted."""

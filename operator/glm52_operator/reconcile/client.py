@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -43,8 +44,8 @@ class Api:
     def __init__(self, client: k8s.ApiClient) -> None:
         self._client = client
         client.user_agent = names.MANAGER
-        self.writes = 0
-        """Write requests sent since the start, for tests and metrics."""
+        self.on_answer: Callable[[str, Kind, int], None] = lambda verb, kind, code: None
+        """Told of every request when it is over; code 0: it did not reach the API server."""
 
     @classmethod
     async def connect(cls) -> Api:
@@ -122,7 +123,16 @@ class Api:
                 return None
             raise
 
-    async def _send(
+    async def _send(self, method: str, verb: str, kind: Kind, *arguments: Any, **rest: Any) -> Object:
+        try:
+            answer = await self._exchange(method, verb, kind, *arguments, **rest)
+        except ApiError as error:
+            self.on_answer(verb, kind, error.code)
+            raise
+        self.on_answer(verb, kind, 200)
+        return answer
+
+    async def _exchange(
         self,
         method: str,
         verb: str,
@@ -140,8 +150,6 @@ class Api:
         path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
         headers = {"Accept": accept, "Content-Type": content_type}
         label = f"{name or shown or ''}{'/' + subresource if subresource else ''}"
-        if method != "GET":
-            self.writes += 1
         try:
             request = await self._client.param_serialize(
                 method, path, query_params=query or [], header_params=headers, body=body, auth_settings=["BearerToken"]

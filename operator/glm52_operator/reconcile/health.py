@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from glm52_operator.reconcile.clock import Clock
 from glm52_operator.reconcile.kinds import Kind
+from glm52_operator.reconcile.metrics import CONTENT_TYPE
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key
 
@@ -61,7 +63,7 @@ class Health:
         return None
 
 
-def application(health: Health) -> web.Application:
+def application(health: Health, metrics: Callable[[], bytes]) -> web.Application:
     async def healthz(_: web.Request) -> web.Response:
         complaint = health.complaint()
         if complaint is not None:
@@ -74,6 +76,9 @@ def application(health: Health) -> web.Application:
             return web.Response(text="ok\n")
         return web.Response(status=503, text="the first list of the cluster's objects is not complete\n")
 
+    async def shown(_: web.Request) -> web.Response:
+        return web.Response(body=metrics(), headers={"Content-Type": CONTENT_TYPE})
+
     app = web.Application()
-    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", shown)])
     return app

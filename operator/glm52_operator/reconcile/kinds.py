@@ -33,6 +33,9 @@ DEPLOYMENT_RESOURCE = Kind(names.GROUP, names.VERSION, names.KIND, names.PLURAL)
 POD = Kind("", "v1", "Pod", "pods")
 SECRET = Kind("", "v1", "Secret", "secrets")
 EVENT = Kind("", "v1", "Event", "events")
+"""Read: why a controller made no pods."""
+EVENT_V1 = Kind("events.k8s.io", "v1", "Event", "events")
+"""Written."""
 
 CHILDREN: tuple[Kind, ...] = (
     Kind("", "v1", "ServiceAccount", "serviceaccounts"),

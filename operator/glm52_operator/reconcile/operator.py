@@ -17,8 +17,10 @@ from glm52_operator.reconcile import watch
 from glm52_operator.reconcile.apply import Applier
 from glm52_operator.reconcile.client import MANAGED_SELECTOR, Api, ApiError
 from glm52_operator.reconcile.clock import LoopClock
+from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.health import Health, application
-from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED, Kind
+from glm52_operator.reconcile.metrics import BROKEN, FAILED, SETTLED, WAITING, Metrics
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.reconciler import Reconciler
 from glm52_operator.reconcile.store import Key, Store
@@ -36,19 +38,23 @@ FIRST_RETRY_SECONDS = 2.0
 
 class Operator:
     def __init__(self, settings: Settings, api: Api) -> None:
-        clock = LoopClock()
+        self.clock = clock = LoopClock()
         self.settings = settings
         self.api = api
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(clock)
         self.health = Health(clock, self.queue, silence_limit=3 * settings.resync_seconds + 60)
+        self.metrics = Metrics(self.queue, self.store)
+        api.on_answer = self.metrics.answered
         self.reconciler = Reconciler(
             api=api,
             store=self.store,
             applier=Applier(api, self.store, clock),
+            recorder=Recorder(api, _utcnow),
             default_image=settings.engine_image,
-            utcnow=lambda: datetime.datetime.now(datetime.UTC),
+            utcnow=_utcnow,
         )
+        self._relists = watch.Relists(self.store, scoped=bool(settings.namespaces), restarted=self._restarted)
         self.stop = asyncio.Event()
         self._broken = False
 
@@ -75,7 +81,7 @@ class Operator:
         process lives on without hearing anything.
         """
         tasks = await kopf.spawn_tasks(
-            registry=watch.registry(self.store, self.queue, self.health),
+            registry=watch.registry(self.store, self.queue, self.health, self._relists),
             settings=watch.settings(),
             clusterwide=not self.settings.namespaces,
             namespaces=self.settings.namespaces,
@@ -101,10 +107,15 @@ class Operator:
         self.stop.set()
 
     async def _serve_health(self) -> web.AppRunner:
-        runner = web.AppRunner(application(self.health), access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        served = application(self.health, self.metrics.text)
+        runner = web.AppRunner(served, access_log=None, handle_signals=False, shutdown_timeout=0.5)
         await runner.setup()
         await web.TCPSite(runner, self.settings.health_host, self.settings.health_port).start()
         return runner
+
+    def _restarted(self, kind: Kind) -> None:
+        log.info("the watch of %s began anew with a list", kind.plural)
+        self.metrics.watch_restarts.labels(kind.kind).inc()
 
     def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
         """A task that breaks takes the process down, instead of leaving half an operator."""
@@ -134,18 +145,24 @@ class Operator:
 
     async def _work(self) -> None:
         while (key := await self.queue.get()) is not None:
-            try:
-                result = await self.reconciler.reconcile(key, self.queue.failures(key))
-            except Exception:
-                # A bug in one deployment's pass must not stop the others; it is retried, and it is loud.
-                log.exception("%s/%s: the pass broke", *key)
-                self.queue.failed(key)
-                continue
-            if result.failed:
-                delay = self.queue.failed(key)
-                log.debug("%s/%s: next attempt in %.0f s", *key, delay)
-            else:
-                self.queue.done(key, requeue_after=result.requeue_after)
+            began = self.clock.now()
+            result = await self._pass(key)
+            self.metrics.passes.labels(result).observe(self.clock.now() - began)
+
+    async def _pass(self, key: Key) -> str:
+        try:
+            result = await self.reconciler.reconcile(key, self.queue.failures(key))
+        except Exception:
+            # A bug in one deployment's pass must not stop the others; it is retried, and it is loud.
+            log.exception("%s/%s: the pass broke", *key)
+            self.queue.failed(key)
+            return BROKEN
+        if result.failed:
+            delay = self.queue.failed(key)
+            log.debug("%s/%s: next attempt in %.0f s", *key, delay)
+            return FAILED
+        self.queue.done(key, requeue_after=result.requeue_after)
+        return SETTLED if result.requeue_after is None else WAITING
 
     async def _first_list(self) -> bool:
         """List everything before anything is watched or reconciled; False: told to stop before it worked.
@@ -188,6 +205,10 @@ class Operator:
             for key in concerned:
                 self.queue.add(key)
         return True
+
+
+def _utcnow() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _explain(error: ApiError) -> str:

@@ -33,7 +33,7 @@ class WorkQueue(Generic[K]):
         self._clock = clock
         self._backoff = backoff or Backoff()
         self._ready: deque[K] = deque()
-        self._queued: set[K] = set()
+        self._queued: dict[K, float] = {}
         self._active: dict[K, float] = {}
         self._again: set[K] = set()
         self._fresh: set[K] = set()
@@ -59,7 +59,7 @@ class WorkQueue(Generic[K]):
         while not self._closed:
             if self._ready:
                 key = self._ready.popleft()
-                self._queued.discard(key)
+                del self._queued[key]
                 self._active[key] = self._clock.now()
                 return key
             self._wakeup.clear()
@@ -93,6 +93,14 @@ class WorkQueue(Generic[K]):
     def failures(self, key: K) -> int:
         return self._failures.get(key, 0)
 
+    def depth(self) -> int:
+        """Keys that wait for a worker."""
+        return len(self._ready)
+
+    def oldest_waiting(self) -> float:
+        """Seconds that the first of them has waited; 0 when none does."""
+        return self._clock.now() - self._queued[self._ready[0]] if self._ready else 0.0
+
     def longest_active(self) -> float:
         """Seconds that the oldest running work has taken; 0 when idle."""
         now = self._clock.now()
@@ -108,7 +116,7 @@ class WorkQueue(Generic[K]):
 
     def _push(self, key: K) -> None:
         if key not in self._queued:
-            self._queued.add(key)
+            self._queued[key] = self._clock.now()
             self._ready.append(key)
             self._wakeup.set()
 

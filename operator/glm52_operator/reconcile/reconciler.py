@@ -11,11 +11,13 @@ from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid, resolve
-from glm52_operator.reconcile.apply import Applier, failure_of
+from glm52_operator.reconcile.apply import Applied, Applier, failure_of
 from glm52_operator.reconcile.client import Api, ApiError
+from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, EVENT, POD
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.status.compute import Observed, compute, is_settled
+from glm52_operator.status.notices import repaired, transition
 
 log = logging.getLogger("glm52.reconcile")
 
@@ -37,6 +39,7 @@ class Reconciler:
     api: Api
     store: Store
     applier: Applier
+    recorder: Recorder
     default_image: str | None
     utcnow: Callable[[], datetime.datetime]
     _told: dict[Key, str] = field(default_factory=dict)
@@ -49,10 +52,15 @@ class Reconciler:
             # Children carry owner references: the garbage collector removes them, also while no operator runs.
             if resource is not None:
                 self.applier.forget(resource["metadata"]["uid"])
+                self.recorder.forget(resource["metadata"]["uid"])
             self._told.pop(key, None)
             return Result()
         resolved = resolve(resource, self.default_image)
-        failures = await self.applier.apply(resolved) if isinstance(resolved, Target) else []
+        applied = Applied([])
+        if isinstance(resolved, Target):
+            applied = await self.applier.apply(resolved, complete=_is_complete(resource))
+            await self.recorder.record(resource, map(repaired, applied.repaired))
+        failures = applied.failures
         self._tell(key, failures)
         if failures and all(failure.transient for failure in failures) and attempt < QUIET_ATTEMPTS:
             return Result(failed=True)
@@ -113,6 +121,7 @@ class Reconciler:
             return False
         self.store.observe(DEPLOYMENT_RESOURCE, answer)
         _log_ready(key, resource, status)
+        await self.recorder.record(resource, transition(resource.get("status", {}), status))
         return True
 
     def _tell(self, key: Key, failures: list[Failure]) -> None:
@@ -125,6 +134,13 @@ class Reconciler:
             self._told[key] = text
         else:
             self._told.pop(key, None)
+
+
+def _is_complete(resource: Object) -> bool:
+    """Whether every child was there for the specification as it is."""
+    status = resource.get("status", {})
+    current = status.get("observedGeneration") == resource["metadata"].get("generation")
+    return bool(current and is_settled(status))
 
 
 def _log_ready(key: Key, resource: Object, status: Object) -> None:

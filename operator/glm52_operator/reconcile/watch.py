@@ -6,6 +6,8 @@ retry on their own terms, and hold up deletion while no operator runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import kopf
@@ -40,18 +42,50 @@ def _selector(kind: Kind) -> tuple[str, str, str]:
     return kind.group, kind.version, kind.plural
 
 
-def registry(store: Store, queue: WorkQueue[Key], health: Health) -> kopf.OperatorRegistry:
+@dataclass(slots=True)
+class Relists:
+    """Notices that a watch began anew with a list, which kopf only logs: an object is listed a second time.
+
+    One object per watch is enough for that. A kind without objects has none, and nothing to lose either.
+    """
+
+    store: Store
+    scoped: bool
+    """Whether every namespace has its own watch."""
+    restarted: Callable[[Kind], None]
+    _marked: dict[tuple[Kind, str], Key] = field(default_factory=dict)
+
+    def listed(self, kind: Kind, obj: Any) -> None:
+        """An object came as part of a list."""
+        namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
+        stream = kind, namespace if self.scoped else ""
+        marked = self._marked.get(stream)
+        if marked is None:
+            self._marked[stream] = namespace, name
+        elif marked == (namespace, name):
+            self.restarted(kind)
+        elif self.store.get(kind, *marked) is None:
+            # It was deleted, so a new list cannot show it.
+            self._marked[stream] = namespace, name
+            self.restarted(kind)
+
+
+def registry(store: Store, queue: WorkQueue[Key], health: Health, relists: Relists) -> kopf.OperatorRegistry:
     own = kopf.OperatorRegistry()
     for kind in WATCHED:
-        _watch(own, kind, store, queue, health)
+        _watch(own, kind, store, queue, health, relists)
     kopf.on.login(registry=own, id="in-cluster")(kopf.login_with_service_account)
     kopf.on.login(registry=own, id="kubeconfig")(kopf.login_with_kubeconfig)
     return own
 
 
-def _watch(own: kopf.OperatorRegistry, kind: Kind, store: Store, queue: WorkQueue[Key], health: Health) -> None:
+def _watch(
+    own: kopf.OperatorRegistry, kind: Kind, store: Store, queue: WorkQueue[Key], health: Health, relists: Relists
+) -> None:
     async def on_event(event: Any, **_: Any) -> None:
         health.heard(kind)
+        if event.get("type") is None:
+            relists.listed(kind, event["object"])
         handle(kind, event.get("type"), event["object"], store, queue)
 
     kopf.on.event(kind.group, kind.version, kind.plural, registry=own, id=f"watch-{kind.plural}")(on_event)

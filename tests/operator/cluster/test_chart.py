@@ -11,7 +11,7 @@ import yaml
 
 from e2e.kube import Kubectl
 from glm52_operator.api.crd import crd
-from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, POD, SECRET
+from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, EVENT_V1, POD, SECRET
 from tests.operator.cluster.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -92,6 +92,7 @@ def test_the_permissions_are_those_that_the_operator_uses(helm: Helm) -> None:
     used[POD.group, POD.plural] = {"list", "watch"}
     used[SECRET.group, SECRET.plural] = {"get", "create"}
     used[EVENT.group, EVENT.plural] = {"list"}
+    used[EVENT_V1.group, EVENT_V1.plural] = {"create", "patch"}
     used["discovery.k8s.io", "endpointslices"] = {"get", "list", "watch"}
     assert granted == used
 
@@ -102,6 +103,17 @@ def test_the_values_of_the_installer(helm: Helm) -> None:
     assert container["image"] == "r/op:7"
     assert "--engine-image=r/engine:7" in container["args"]
     assert container["args"][0] == "run"
+
+
+def test_prometheus_finds_the_operators_metrics(helm: Helm) -> None:
+    (deployment,) = of(render(helm), "Deployment")
+    template = deployment["spec"]["template"]
+    (port,) = template["spec"]["containers"][0]["ports"]
+    assert template["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(port["containerPort"]),
+        "prometheus.io/path": "/metrics",
+    }
 
 
 def test_the_operators_pod_is_hardened(helm: Helm) -> None:

@@ -41,6 +41,7 @@ def pod(
     revision: str = "r1",
     leaving: bool = False,
     deployment: str = "chat",
+    node: str | None = None,
     **status: Any,
 ) -> Object:
     conditions = [{"type": "Ready", "status": "True" if ready else "False"}, *status.pop("conditions", [])]
@@ -55,8 +56,39 @@ def pod(
     }
     if leaving:
         meta["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    containers = [{"name": "engine", "resources": {"limits": {"memory": "4Gi"}}}]
-    return {"metadata": meta, "spec": {"containers": containers}, "status": {"conditions": conditions, **status}}
+    memory = {"memory": "4Gi"}
+    containers = [{"name": "engine", "resources": {"requests": {"cpu": "250m", **memory}, "limits": memory}}]
+    spec: Object = {"containers": containers}
+    if node or ready:
+        spec["nodeName"] = node or "worker"
+    return {"metadata": meta, "spec": spec, "status": {"conditions": conditions, **status}}
+
+
+def node(
+    name: str,
+    memory: str,
+    *,
+    cpu: str = "8",
+    pods: str = "110",
+    ready: bool = True,
+    cordoned: bool = False,
+    taints: list[Object] | None = None,
+) -> Object:
+    spec: Object = {"podCIDR": "10.244.0.0/24"}
+    spec |= {"unschedulable": True} if cordoned else {}
+    spec |= {"taints": taints} if taints else {}
+    return {
+        "metadata": {"name": name, "namespace": "", "labels": {"kubernetes.io/hostname": name}},
+        "spec": spec,
+        "status": {
+            "allocatable": {"memory": memory, "cpu": cpu, "pods": pods},
+            "conditions": [
+                {"type": "MemoryPressure", "status": "False"},
+                {"type": "Ready", "status": "True" if ready else "Unknown"},
+            ],
+            "images": [{"names": ["large"]}],
+        },
+    }
 
 
 def stateful_set(

@@ -22,6 +22,7 @@ class FakeApi:
         self.calls: list[tuple[str, str, str]] = []
         self.refuse: Callable[[str, Kind, str], tuple[int, str] | None] = lambda verb, kind, name: None
         self.events: list[Object] = []
+        self.refuse_list: Callable[[Kind], tuple[int, str] | None] = lambda kind: None
         self._versions = itertools.count(100)
 
     @property
@@ -46,7 +47,7 @@ class FakeApi:
 
     def _call(self, verb: str, kind: Kind, name: str) -> None:
         self.calls.append((verb, kind.kind, name))
-        refused = self.refuse(verb, kind, name) if verb != "list" else None
+        refused = self.refuse_list(kind) if verb == "list" else self.refuse(verb, kind, name)
         if refused is not None:
             raise ApiError(code=refused[0], text=refused[1], verb=verb, kind=kind, name=name)
 
@@ -56,12 +57,14 @@ class FakeApi:
 
     get_metadata = get
 
-    async def list(self, kind: Kind, namespace: str | None, **_: Any) -> Any:
+    async def list(
+        self, kind: Kind, namespace: str | None, *, keep: Callable[[Object], Object] = lambda obj: obj, **_: Any
+    ) -> Any:
         self._call("list", kind, "")
         if kind.kind == "Event":
             return copy.deepcopy(self.events), "1"
         found = [o for (k, ns, _), o in self.objects.items() if k is kind and namespace in (None, ns)]
-        return copy.deepcopy(found), str(next(self._versions))
+        return [keep(copy.deepcopy(obj)) for obj in found], str(next(self._versions))
 
     async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
         self._call("create", kind, body["metadata"]["name"])

@@ -9,9 +9,10 @@ import pytest
 from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS
-from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, SECRET
+from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, SECRET
+from glm52_operator.reconcile.nodes import FRESH_SECONDS, REFUSED_SECONDS
 from glm52_operator.reconcile.reconciler import QUIET_ATTEMPTS, Result
-from tests.operator.builders import resource, target
+from tests.operator.builders import node, resource, target
 from tests.operator.conftest import FakeClock
 from tests.operator.world import KEY, World, new_world
 
@@ -211,3 +212,46 @@ async def test_a_deployment_that_goes_is_left_to_the_garbage_collector(world: Wo
         world.api.put(DEPLOYMENT_RESOURCE, world.api.find(names.KIND, "chat"))
     assert await world.run() == Result()
     assert world.api.writes == []
+
+
+async def test_short_nodes_are_told_before_a_pod_waits(world: World) -> None:
+    world.api.put(NODE, node("worker", "6Gi"))
+    await world.run()
+    schedulable = world.condition("Schedulable")
+    assert (schedulable["status"], schedulable["reason"]) == ("False", "NoRoom")
+    world.api.put(NODE, node("worker", "64Gi"))
+    await world.run()
+    assert world.condition("Schedulable")["status"] == "False"
+    world.clock.advance(FRESH_SECONDS)
+    await world.run()
+    assert world.condition("Schedulable")["status"] == "True"
+
+
+async def test_the_nodes_are_listed_once_for_all_and_not_at_rest(world: World) -> None:
+    listed = [("list", "Node", ""), ("list", "Pod", "")]
+    await world.run()
+    assert [call for call in world.api.calls if call[0] == "list" and call[1] != "Event"] == listed
+    await world.run()
+    assert not [call for call in world.api.calls if call[:2] == ("list", "Node")]
+    world.serve()
+    world.clock.advance(FRESH_SECONDS)
+    await world.run()
+    assert world.condition("Schedulable")["reason"] == "Placed"
+    assert not [call for call in world.api.calls if call[0] == "list"]
+
+
+async def test_without_permission_it_is_unknown_and_says_so(world: World) -> None:
+    world.api.refuse_list = lambda kind: (403, "nodes is forbidden") if kind is NODE else None
+    world.api.put(NODE, node("worker", "64Gi"))
+    assert not (await world.run()).failed
+    schedulable = world.condition("Schedulable")
+    assert (schedulable["status"], schedulable["reason"]) == ("Unknown", "Forbidden")
+    assert "may not list nodes" in schedulable["message"]
+    assert "rbac.clusterWide=true" in schedulable["message"]
+    world.api.refuse_list = lambda kind: None
+    world.clock.advance(FRESH_SECONDS)
+    await world.run()
+    assert world.condition("Schedulable")["status"] == "Unknown"
+    world.clock.advance(REFUSED_SECONDS)
+    await world.run()
+    assert world.condition("Schedulable")["status"] == "True"

@@ -235,6 +235,7 @@ def test_everything_ready() -> None:
         "PrefillReady": "True",
         "DecodeReady": "True",
         "RouterReady": "True",
+        "Schedulable": "Unknown",
         "Progressing": "False",
         "Ready": "True",
     }

@@ -275,7 +275,10 @@ class Status(_Model):
         default=None,
         max_length=16,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-        description="ConfigValid, PrefillReady, DecodeReady, RouterReady, Progressing, and Ready, which sums them up.",
+        description=(
+            "ConfigValid, PrefillReady, DecodeReady, RouterReady, Schedulable, Progressing, and Ready, which sums up "
+            "whether it serves."
+        ),
     )
     prefill: RoleStatus | None = Field(default=None, description="Observed state of the prefill role.")
     decode: RoleStatus | None = Field(default=None, description="Observed state of the decode role.")

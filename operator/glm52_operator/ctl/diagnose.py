@@ -19,7 +19,7 @@ _CAUSES: tuple[tuple[str, ...], ...] = (
     ("InvalidSpec", "NameTooLong", "ImageMissing", "ImmutableField", "Refused", "ConfigRefused", "ScaledToZero"),
     ("Forbidden", "QuotaExceeded", "NameTaken", "NamespaceTerminating", "WaitingForDeletion", "PodsRefused"),
     ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable", "ContainerConfigError"),
-    ("Unschedulable", "SchedulingGated"),
+    ("NoRoom", "Unschedulable", "SchedulingGated"),
     ("OutOfMemory", "Wedged", "Crashed", "Evicted"),
     ("Applying", "Starting"),
     ("NotReady", "RollingOut", "Draining"),
@@ -43,6 +43,7 @@ _LOOK = {
     "PodsRefused": "kubectl -n {ns} get events --field-selector reason=FailedCreate",
     "ImagePullBackOff": _DESCRIBE_POD,
     "ContainerConfigError": _DESCRIBE_POD,
+    "NoRoom": "kubectl describe nodes",
     "Unschedulable": "kubectl describe nodes",
     "OutOfMemory": _PREVIOUS,
     "Wedged": _PREVIOUS,
@@ -79,7 +80,7 @@ def is_ready(seen: Snapshot) -> bool:
 
 def diagnose(seen: Snapshot) -> list[Finding]:
     """Everything found, first causes first; empty for a deployment that serves."""
-    found = [*_operator(seen), *_specification(seen)]
+    found = [*_operator(seen), *_specification(seen), *_nodes(seen)]
     for component in COMPONENTS:
         found += _component(seen, component)
     if not found and not seen.said_ready:
@@ -127,6 +128,12 @@ def _specification(seen: Snapshot) -> Iterator[Finding]:
         yield _finding(seen, "specification", seen.resolved.reason, seen.resolved.message)
     elif said.get("status") == "False":
         yield _finding(seen, "specification", said["reason"], said["message"])
+
+
+def _nodes(seen: Snapshot) -> Iterator[Finding]:
+    said = seen.conditions.get("Schedulable", {})
+    if said.get("status") == "False" and not (seen.leaving or seen.said_ready):
+        yield _finding(seen, "nodes", said["reason"], said["message"])
 
 
 def _component(seen: Snapshot, component: names.Component) -> list[Finding]:

@@ -70,9 +70,15 @@ class Api:
         return await self._maybe("get", kind, namespace, name, accept=_METADATA_ONLY)
 
     async def list(
-        self, kind: Kind, namespace: str | None, *, labels: str | None = None, fields: str | None = None
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        keep: Callable[[Object], Object] | None = None,
     ) -> tuple[builtins.list[Object], str]:
-        """All objects and the resource version of the list."""
+        """All objects and the resource version of the list; `keep` makes each smaller before the next page comes."""
         items: builtins.list[Object] = []
         token: str | None = None
         while True:
@@ -83,7 +89,8 @@ class Api:
             page = await self._send("GET", "list", kind, namespace, None, query=query)
             for item in page["items"]:
                 # Members of a list come without these two.
-                items.append({"apiVersion": kind.api_version, "kind": kind.kind, **item})
+                item = {"apiVersion": kind.api_version, "kind": kind.kind, **item}
+                items.append(item if keep is None else keep(item))
             token = page["metadata"].get("continue")
             if not token:
                 return items, str(page["metadata"].get("resourceVersion", ""))

@@ -31,6 +31,7 @@ class Kind:
 
 DEPLOYMENT_RESOURCE = Kind(names.GROUP, names.VERSION, names.KIND, names.PLURAL)
 POD = Kind("", "v1", "Pod", "pods")
+NODE = Kind("", "v1", "Node", "nodes")
 SECRET = Kind("", "v1", "Secret", "secrets")
 EVENT = Kind("", "v1", "Event", "events")
 """Read: why a controller made no pods."""

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
+from glm52_operator.plan.capacity import demands
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid, resolve
 from glm52_operator.reconcile.apply import Applied, Applier, failure_of
 from glm52_operator.reconcile.client import Api, ApiError
 from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, EVENT, POD
+from glm52_operator.reconcile.nodes import Nodes
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.status.compute import Observed, compute, is_settled
+from glm52_operator.status.conditions import Verdict
 from glm52_operator.status.notices import repaired, transition
+from glm52_operator.status.schedulable import UNOBSERVED, schedulable
 
 log = logging.getLogger("glm52.reconcile")
 
@@ -44,6 +48,10 @@ class Reconciler:
     utcnow: Callable[[], datetime.datetime]
     _told: dict[Key, str] = field(default_factory=dict)
     """The last failure logged per deployment, so that a retry does not repeat it line by line."""
+    _nodes: Nodes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._nodes = Nodes(self.api, self.applier.clock)
 
     async def reconcile(self, key: Key, attempt: int) -> Result:
         """Bring one deployment where its specification wants it; `attempt` counts the failures in a row before this."""
@@ -80,12 +88,20 @@ class Reconciler:
             if role in pods:
                 pods[role].append(pod)
         events: dict[names.Component, list[str]] = {}
+        room = UNOBSERVED
         if isinstance(resolved, Target):
+            room = await self._schedulable(resolved, pods)
             for component in names.ROLES:
                 workload = workloads[component]
                 if workload is not None and len(pods[component]) < resolved.replicas(component):
                     events[component] = await self._create_failures(key, workload)
-        return Observed(workloads=workloads, pods=pods, failures=failures, events=events)
+        return Observed(workloads=workloads, pods=pods, failures=failures, events=events, schedulable=room)
+
+    async def _schedulable(self, target: Target, pods: dict[names.Component, list[Object]]) -> Verdict:
+        """The nodes are asked for only while a pod has none: at rest nothing is listed."""
+        demanded = demands(target, pods)
+        missing = any(demand.missing for demand in demanded)
+        return schedulable(demanded, await self._nodes.look() if missing else None)
 
     def _workload(self, key: Key, component: names.Component) -> Object | None:
         kind = BY_KIND["Deployment" if component == "router" else "StatefulSet"]

@@ -14,6 +14,7 @@ from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid
 from glm52_operator.status.conditions import Verdict, merge
+from glm52_operator.status.schedulable import UNOBSERVED
 from glm52_operator.status.workloads import Workload, judge
 
 _TITLES: dict[names.Component, str] = {"prefill": "prefill replicas", "decode": "decode replicas", "router": "routers"}
@@ -32,6 +33,7 @@ class Observed:
     pods: Mapping[names.Component, Sequence[Object]]
     failures: Sequence[Failure] = field(default=())
     events: Mapping[names.Component, Sequence[str]] = field(default_factory=dict)
+    schedulable: Verdict = UNOBSERVED
 
 
 def compute(
@@ -116,7 +118,9 @@ def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
         if failed is None
         else Verdict(False, failed.reason, failed.message)
     )
-    return {**verdicts, "Progressing": _progressing(roles, observed.failures), "Ready": ready}
+    # No part of Ready: pods that run need no room.
+    aspects = {"Schedulable": observed.schedulable, "Progressing": _progressing(roles, observed.failures)}
+    return {**verdicts, **aspects, "Ready": ready}
 
 
 def _progressing(roles: Mapping[str, Verdict], failures: Sequence[Failure]) -> Verdict:
@@ -139,7 +143,7 @@ def _unresolved(invalid: Invalid, previous: Mapping[str, Any]) -> dict[str, Verd
     unknown = Verdict(None, "ConfigInvalid", f"Not looked at while ConfigValid is False. {left}")
     return {
         "ConfigValid": Verdict(False, invalid.reason, invalid.message),
-        **dict.fromkeys(CONDITIONS.values(), unknown),
+        **dict.fromkeys((*CONDITIONS.values(), "Schedulable"), unknown),
         "Progressing": Verdict(False, invalid.reason, invalid.message),
         "Ready": Verdict(False, invalid.reason, invalid.message),
     }

@@ -11,7 +11,7 @@ import yaml
 
 from e2e.kube import Kubectl
 from glm52_operator.api.crd import crd
-from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, EVENT_V1, POD, SECRET
+from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, EVENT_V1, NODE, POD, SECRET
 from tests.operator.cluster.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -71,6 +71,7 @@ def test_a_namespaced_install_asks_for_nothing_of_the_cluster(helm: Helm) -> Non
     objects = render(helm, "rbac.clusterWide=false", "crd.install=false", "watchNamespaces={a,b}")
     assert {obj["kind"] for obj in objects} == {"ServiceAccount", "Role", "RoleBinding", "Deployment"}
     assert [obj["metadata"]["namespace"] for obj in of(objects, "Role")] == ["a", "b"]
+    assert not [rule for obj in of(objects, "Role") for rule in obj["rules"] if NODE.plural in rule["resources"]]
     (deployment,) = of(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)
@@ -93,6 +94,7 @@ def test_the_permissions_are_those_that_the_operator_uses(helm: Helm) -> None:
     used[SECRET.group, SECRET.plural] = {"get", "create"}
     used[EVENT.group, EVENT.plural] = {"list"}
     used[EVENT_V1.group, EVENT_V1.plural] = {"create", "patch"}
+    used[NODE.group, NODE.plural] = {"list"}
     used["discovery.k8s.io", "endpointslices"] = {"get", "list", "watch"}
     assert granted == used
 

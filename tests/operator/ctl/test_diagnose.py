@@ -227,7 +227,7 @@ def test_the_tree_shows_roles_pods_and_the_next_step() -> None:
         "NAME                  READY  STATE     RESTARTS  NODE    FOR",
         "ns/chat               False  Crashed                     3m",
         "├─ prefill            1/1    AllReady                    -",
-        "│  └─ chat-prefill-0  yes    ready     0         -       -",
+        "│  └─ chat-prefill-0  yes    ready     0         worker  -",
         "├─ decode             0/1    Crashed                     3m",
         "│  └─ chat-decode-0   no     Crashed   3         node-a  2h",
         "└─ router             1/1    AllReady                    -",
@@ -305,3 +305,11 @@ def test_no_object_whatever_it_holds_breaks_the_diagnosis(top: Any, workloads: l
     found = snapshot(top, dict(zip(COMPONENTS, workloads, strict=False)), pods, now=NOW)
     assert report(found)
     assert tree(found)
+
+
+def test_what_is_short_on_the_nodes_is_taken_from_the_operator() -> None:
+    said = [condition("Schedulable", "False", "NoRoom", "0 of 3 nodes can hold a decode pod"), *NOT_READY]
+    first, second = diagnose(seen(decode(conditions=[UNSCHEDULABLE]), conditions=said))
+    assert (first.part, first.reason, first.message) == ("nodes", "NoRoom", "0 of 3 nodes can hold a decode pod")
+    assert "describe nodes" in first.command
+    assert second.reason == "Unschedulable"

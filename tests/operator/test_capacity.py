@@ -111,7 +111,8 @@ def test_pods_that_an_update_replaces_are_room_for_their_successors() -> None:
     assert judged(node("a", str(need)), of=of, own=own).holds is True
     assert judged(node("a", str(need - 1)), of=of, own=own).holds is False
     leaves = [pod("chat-decode-0", ready=True, node="a", leaving=True)]
-    assert judged(node("a", "4Gi"), own=leaves).holds is True
+    assert judged(node("a", "4Gi"), own=leaves).reason == "Room"
+    assert judged(node("a", "3Gi"), own=leaves).reason == "NoRoom"
 
 
 def test_a_router_beyond_the_wanted_needs_room_while_it_waits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,14 @@ ENGINE = tuple(
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.nodeid.startswith(ENGINE):
         item.add_marker(pytest.mark.engine)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """xdist runs one of several tests that bear the same name, and says nothing of the others."""
+    if hasattr(config, "workerinput"):
+        twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
+        if twice:
+            raise pytest.UsageError(f"several tests are named {twice[0]}: run them without -n")
 
 
 @pytest.hookimpl(optionalhook=True)

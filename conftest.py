@@ -37,6 +37,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.engine)
 
 
+@pytest.hookimpl(trylast=True)  # when what is not asked for has been taken out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """xdist runs one of several tests that bear the same name, and says nothing of the others."""
     if hasattr(config, "workerinput"):

@@ -6,23 +6,15 @@ Its tokens depend on the KV bytes, so text that is right has been handed over ri
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tests.engine.serve.deployment import MODEL, PROMPT, Deployment, Handoff, body, builder, events, until
-from tests.engine.serve.fakes import FakeEngine, expected_text
+from tests.engine.serve.deployment import MODEL, PROMPT, Deployment, Handoff, body, events, until
+from tests.engine.serve.fakes import expected_text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployed(tiny_checkpoint: Path) -> AsyncIterator[Deployment]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        async with builder(monkeypatch, tiny_checkpoint) as build:
-            yield await build.deployment([FakeEngine()], [FakeEngine()])
 
 
 @pytest_asyncio.fixture(loop_scope="module")

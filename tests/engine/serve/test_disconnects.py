@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,19 +15,11 @@ import pytest_asyncio
 from glm52_engine.route.proxy import Proxy
 from glm52_engine.serve import prefill as prefill_module
 from glm52_engine.transfer import peers
-from tests.engine.serve.deployment import HEADERS, MODEL, Deployment, Handoff, RunningPod, body, builder, until
-from tests.engine.serve.fakes import FakeEngine
+from tests.engine.serve.deployment import HEADERS, MODEL, Deployment, Handoff, RunningPod, body, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FOR_EVER = 60.0
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployed(tiny_checkpoint: Path) -> AsyncIterator[Deployment]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        async with builder(monkeypatch, tiny_checkpoint) as build:
-            yield await build.deployment([FakeEngine()], [FakeEngine()])
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -9,11 +9,9 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from yarl import URL
 
 from glm52_engine.lifecycle.logs import JsonFormatter
@@ -29,7 +27,6 @@ from tests.engine.serve.deployment import (
     Deployment,
     Handoff,
     body,
-    builder,
     until,
 )
 from tests.engine.serve.fakes import FakeEngine, expected_text
@@ -38,13 +35,6 @@ module_loop = pytest.mark.asyncio(loop_scope="module")
 
 JSON = {"content-type": "application/json"}
 GOOD = json.dumps(body()).encode()
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployed(tiny_checkpoint: Path) -> AsyncIterator[Deployment]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        async with builder(monkeypatch, tiny_checkpoint) as build:
-            yield await build.deployment([FakeEngine()], [FakeEngine()])
 
 
 def error_of(answer: Answer) -> dict[str, Any]:

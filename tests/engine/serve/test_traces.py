@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -15,19 +14,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from glm52_engine.lifecycle import trace
 from tests.engine.serve.deployment import Deployment, body, builder
-from tests.engine.serve.fakes import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GIVEN = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def deployed(tiny_checkpoint: Path) -> AsyncIterator[Deployment]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        async with builder(monkeypatch, tiny_checkpoint) as build:
-            yield await build.deployment([FakeEngine()], [FakeEngine()])
 
 
 @pytest.fixture

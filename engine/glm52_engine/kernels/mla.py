@@ -9,6 +9,9 @@ import triton.language as tl
 from glm52_engine.kernels.chain import CHAINED, after_previous
 from glm52_engine.kernels.rows import _rotated
 
+LOG2E = 1.4426950408889634
+"""log2(e): the kernels' exponentials are powers of two."""
+
 
 @triton.jit
 def _absorb(
@@ -100,7 +103,7 @@ def absorb(
 @triton.jit
 def _attend(
     query, pool, selected, lengths, out, peak, total,
-    latent, scale, per_split, selected_row,
+    scale, per_split, selected_row,
     HEADS: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
     LATENT: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +187,7 @@ def attend_flash(
             HEADS=heads,
             SPLITS=parts,
             LATENT=latent,
-            LOG2E=1.4426950408889634,
+            LOG2E=LOG2E,
             num_warps=2,
             **CHAINED,
         )
@@ -264,7 +267,7 @@ def attend(
     parts, peak, total = (out, out, out) if work is None else work
     _attend[(rows, splits)](
         query, pool, selected, lengths, parts, peak, total,
-        latent, scale * 1.4426950408889634, triton.cdiv(k, splits), selected.stride(0),
+        scale * LOG2E, triton.cdiv(k, splits), selected.stride(0),
         HEADS=heads, K=k, SPLITS=splits, BH=max(16, triton.next_power_of_2(heads)), BK=block,
         LATENT=latent, ROPE=width - latent, STAGES=stages, num_warps=warps, **CHAINED,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from glm52_engine.route import legs
-from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder, events, until
+from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder, events, until, value
 from tests.engine.serve.fakes import FakeEngine, expected_text
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -298,20 +298,17 @@ async def test_a_client_that_leaves_with_a_whole_stream_was_answered(build: Buil
     pod = await bad(whole_then_open)
     made.url = await build.router([made.prefill[0].url], [pod.url])
 
-    async def count(name: str) -> float:
-        async with made.session.get(made.url + "/metrics") as response:
-            lines = (await response.text()).splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+    async def answered() -> float:
+        return await value(made, made.url, "glm52_router_requests_total", endpoint="completions", status="200")
 
-    ok = 'glm52_router_requests_total{endpoint="completions",status="200"}'
     async with made.session.post(made.url + "/v1/completions", json=body(stream=True)) as response:
         text = b""
         while not text.endswith(b"[DONE]\n\n"):
             text += await response.content.readany()
         response.close()
     for _ in range(2000):
-        if await count(ok):
+        if await answered():
             break
         await asyncio.sleep(0.01)
     left.set()
-    assert (await count(ok), await count("glm52_router_aborted_total")) == (1, 0)
+    assert (await answered(), await value(made, made.url, "glm52_router_aborted_total")) == (1, 0)

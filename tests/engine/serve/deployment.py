@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER, DrainConfig, EngineConfig, ModelConfig, Role, RoleConfig
 from glm52_engine.lifecycle.start import bind
@@ -242,3 +243,19 @@ class Handoff:
     async def decode(self, call: dict[str, Any]) -> Any:
         answer = await self.made.internal(self.made.decode[0], "decode", call)
         return answer.status, answer.json()
+
+
+async def families(made: Deployment, url: str) -> list[Any]:
+    async with made.session.get(url + "/metrics") as response:
+        assert response.status == 200
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return list(text_string_to_metric_families(await response.text()))
+
+
+async def value(made: Deployment, url: str, name: str, **labels: str) -> float:
+    """One sample of /metrics; 0 where it is not there."""
+    for family in await families(made, url):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    return 0.0

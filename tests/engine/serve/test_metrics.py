@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine.serve.deployment import PROMPT, Deployment, body, builder, until
+from tests.engine.serve.deployment import PROMPT, Deployment, body, builder, families, until, value
 from tests.engine.serve.fakes import FakeEngine
 from tests.metrics_table import documented, served
 
@@ -25,21 +23,6 @@ async def made(tiny_checkpoint: Path) -> AsyncIterator[Deployment]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         async with builder(monkeypatch, tiny_checkpoint) as build:
             yield await build.deployment([FakeEngine()], [FakeEngine()])
-
-
-async def families(made: Deployment, url: str) -> list[Any]:
-    async with made.session.get(url + "/metrics") as response:
-        assert response.status == 200
-        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-        return list(text_string_to_metric_families(await response.text()))
-
-
-async def value(made: Deployment, url: str, name: str, **labels: str) -> float:
-    for family in await families(made, url):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                return float(sample.value)
-    return 0.0
 
 
 async def test_numbers_after_three_requests(made: Deployment) -> None:

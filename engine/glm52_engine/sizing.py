@@ -106,6 +106,6 @@ def kv_token_bytes(*, layers: int, mla_row: int, full_layers: int, index_row: in
     return layers * mla_row + full_layers * index_row
 
 
-def pool_blocks(pool: int, *, block_size: int, token_bytes: int) -> int:
-    """Whole blocks that fit a pool of `pool` bytes; block_size in tokens."""
-    return pool // (block_size * token_bytes)
+def pool_blocks(pool: int, *, block_bytes: int) -> int:
+    """Whole blocks that fit a pool of `pool` bytes."""
+    return pool // block_bytes

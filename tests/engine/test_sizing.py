@@ -45,4 +45,4 @@ def test_a_pool_holds_the_tokens_that_the_published_rows_give() -> None:
     # GLM-5.2, 78 layers of bf16 MLA rows of 1,152 bytes, no index keys in the host pool, blocks of 64 tokens.
     token = sizing.kv_token_bytes(layers=78, mla_row=1152, full_layers=21, index_row=0)
     assert token == 89_856
-    assert sizing.pool_blocks(160 * GIB, block_size=64, token_bytes=token) * 64 == 1_911_872
+    assert sizing.pool_blocks(160 * GIB, block_bytes=64 * token) * 64 == 1_911_872

@@ -1,7 +1,9 @@
 """One rank's KV in host memory: a page-first slab in which a block is one contiguous run of bytes across all layers.
 
 Inside a block: for every layer its MLA rows [block_size, mla_row], then for every full layer its index keys
-[block_size, index_row]. A hand-off therefore copies one run per block, however many layers there are.
+[block_size, index_row], then as much as makes the block a whole number of MLA rows, so that every row of a pool lies on
+one grid, as kernels want it. A hand-off therefore copies one run per block, however many layers there are, and blocks of
+host and device are the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from glm52_engine.sizing import kv_token_bytes
 ROPE_LAYOUT = "interleaved"
 """Order of the rotated elements in a stored row: pairs stay where they were (2i, 2i+1)."""
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised whenever the bytes of a block change their meaning."""
 
 _TOUCH_BYTES = 64 << 20
@@ -55,8 +57,13 @@ class KvLayout:
         )
 
     @property
+    def block_rows(self) -> int:
+        """A block in MLA rows, of which the last may be padding."""
+        return -(-self.block_size * self.token_bytes // (self.mla_row * self.dtype.itemsize))
+
+    @property
     def block_bytes(self) -> int:
-        return self.block_size * self.token_bytes
+        return self.block_rows * self.mla_row * self.dtype.itemsize
 
 
 class Pool:

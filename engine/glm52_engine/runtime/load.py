@@ -50,7 +50,7 @@ def load_parts(
     on_phase("reading the model's config")
     spec = read_model_spec(path)
     kv = KvLayout.of(spec, block_size)
-    blocks = pool_blocks(role.host_pool_gib * GIB, block_size=block_size, token_bytes=kv.token_bytes)
+    blocks = pool_blocks(role.host_pool_gib * GIB, block_bytes=kv.block_bytes)
     _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
     bound = decodable_bound(path) if vocab_bound is None else vocab_bound
     ends = eos_token_ids(path) if eos_ids is None else eos_ids

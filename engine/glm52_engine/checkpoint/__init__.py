@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glm52_engine.checkpoint.config import ModelSpec, read_model_spec
     from glm52_engine.checkpoint.fp8 import Fp8Weight
-    from glm52_engine.checkpoint.loader import Weights, load_weights
+    from glm52_engine.checkpoint.loader import Weights, load_weights, read_fingerprint
     from glm52_engine.checkpoint.make import make_checkpoint
     from glm52_engine.checkpoint.tensors import weight_bytes
 
-__all__ = ["Fp8Weight", "ModelSpec", "Weights", "load_weights", "make_checkpoint", "read_model_spec", "weight_bytes"]
+__all__ = [
+    "Fp8Weight",
+    "ModelSpec",
+    "Weights",
+    "load_weights",
+    "make_checkpoint",
+    "read_fingerprint",
+    "read_model_spec",
+    "weight_bytes",
+]
 
 _HOMES = {
     "ModelSpec": "config",
@@ -20,6 +29,7 @@ _HOMES = {
     "Fp8Weight": "fp8",
     "Weights": "loader",
     "load_weights": "loader",
+    "read_fingerprint": "loader",
     "weight_bytes": "tensors",
     "make_checkpoint": "make",
 }

@@ -63,6 +63,15 @@ def load_weights(
     return Weights(loader.tensors, loader.fp8, fingerprint)
 
 
+def read_fingerprint(checkpoint: Path, spec: ModelSpec) -> str:
+    """`Weights.fingerprint` without reading the weights: ranks of several hosts compare it while they still load.
+
+    Raises ConfigError for a checkpoint that `load_weights` would refuse by its headers.
+    """
+    with CheckpointFiles(checkpoint) as files:
+        return _fingerprint(checkpoint, verify(checkpoint, spec, files.tensors), files.tensors)
+
+
 @dataclass(slots=True)
 class _Loader:
     """Carries each tensor from its file to its device, in the order in which the files hold them."""

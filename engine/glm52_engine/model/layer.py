@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.mla import Attention
-from glm52_engine.model.moe import Mlp, Moe
+from glm52_engine.model.moe import FeedForward, Mlp
 from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import Rotation
 from glm52_engine.model.step import Step
@@ -19,14 +19,21 @@ from glm52_engine.model.weights import under
 class Layer:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, index: int, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        weights: Mapping[str, torch.Tensor],
+        moe: Callable[[ModelSpec, Mapping[str, torch.Tensor]], FeedForward],
+    ) -> None:
         """`weights`: this layer's tensors, named as in the checkpoint without `model.layers.N.`."""
 
         self._eps = spec.rms_norm_eps
         self._input_norm = weights["input_layernorm.weight"]
         self._mlp_norm = weights["post_attention_layernorm.weight"]
         self._attention = Attention(spec, under(weights, "self_attn."), full=spec.indexer_types[index] == "full")
-        self._mlp = Moe(spec, under(weights, "mlp.")) if spec.is_moe(index) else Mlp(under(weights, "mlp."))
+        mlp = under(weights, "mlp.")
+        self._mlp: FeedForward = moe(spec, mlp) if spec.is_moe(index) else Mlp(mlp)
 
     def forward(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.layer import Layer
+from glm52_engine.model.moe import FeedForward, Moe
 from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import inverse_frequencies, rotation
 from glm52_engine.model.step import Step
@@ -20,8 +21,15 @@ from glm52_engine.model.step import Step
 class Model:
     """Read-only after construction: every rank of a process shares one."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, torch.Tensor]) -> None:
-        """`weights`: all tensors by their checkpoint name, as the loader returns them."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        moe: Callable[[ModelSpec, Mapping[str, torch.Tensor]], FeedForward] = Moe,
+    ) -> None:
+        """`weights`: all tensors by their checkpoint name, as the loader returns them. `moe` makes a layer's mixture of
+        experts; one that shares the experts with other ranks needs only its own in `weights`."""
         self.spec = spec
         self._embed = weights["model.embed_tokens.weight"]
         self._norm = weights["model.norm.weight"]
@@ -32,7 +40,7 @@ class Model:
             if name.startswith("model.layers."):
                 _, _, index, rest = name.split(".", 3)
                 by_layer[int(index)][rest] = tensor
-        self.layers = [Layer(spec, index, by_layer[index]) for index in range(spec.num_hidden_layers)]
+        self.layers = [Layer(spec, index, by_layer[index], moe) for index in range(spec.num_hidden_layers)]
 
     @torch.inference_mode()
     def forward(self, step: Step, pool: Pool, *, trace: list[torch.Tensor] | None = None) -> torch.Tensor:

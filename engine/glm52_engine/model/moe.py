@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.model.weights import under
+
+
+class FeedForward(Protocol):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] → [T, hidden], what the layer adds to the residual stream."""
+        ...
 
 
 class Mlp:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm52_engine.checkpoint.config import read_model_spec
-from glm52_engine.checkpoint.loader import Weights, load_weights
+from glm52_engine.checkpoint.loader import Weights, load_weights, read_fingerprint
 from glm52_engine.checkpoint.reader import TensorFile
 from glm52_engine.checkpoint.tensors import expert_of, mtp_names, weight_bytes
 from glm52_engine.config import ConfigError
@@ -256,6 +256,7 @@ def test_only_the_experts_of_a_rank_are_read(sharded: Path, whole: Path, tensors
     others = tensors.keys() - mine
     assert same(weights.tensors, {name: tensors[name] for name in mine})
     assert weights.fingerprint == fingerprint, "every rank reports the same model"
+    assert read_fingerprint(whole, read_model_spec(whole)) == fingerprint, "also one that has not loaded yet"
     assert weight_bytes(spec, experts=owned) == sum(tensors[name].nbytes for name in mine)
     assert len(others) == 4 * 3 * (spec.num_hidden_layers - 1)
     for path in sharded.glob("*.safetensors"):

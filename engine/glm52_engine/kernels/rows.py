@@ -233,17 +233,21 @@ def _next(
     row = tl.program_id(0).to(tl.int64)
     best = tl.full((BV,), float("-inf"), tl.float32)
     where = tl.zeros((BV,), tl.int32)
+    wrong = tl.zeros((BV,), tl.int32)
     v = tl.arange(0, BV)
     for start in range(0, vocab, BV):
         x = tl.load(logits + row * row_stride + start + v, start + v < vocab, other=float("-inf")).to(tl.float32)
         better = x > best
         best = tl.where(better, x, best)
         where = tl.where(better, start + v, where)
+        wrong |= (x != x).to(tl.int32)
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, where, vocab), 0)
+    token = tl.where((tl.max(wrong, 0) > 0) | (tl.abs(top) == float("inf")), -1, token)
     tl.store(out + row, token)
     if row < tl.load(active):
-        tl.store(tokens + row, token.to(tokens.dtype.element_ty))
+        # A row that is no number goes on with a token that exists: the host ends it, maybe one step too late.
+        tl.store(tokens + row, tl.maximum(token, 0).to(tokens.dtype.element_ty))
         tl.store(positions + row, tl.load(positions + row) + 1)
         tl.store(lengths + row, tl.load(lengths + row) + 1)
 
@@ -254,7 +258,7 @@ def feed(
 ) -> None:  # fmt: skip
     """Greedy token of every row (the lowest id wins ties) and the inputs of the next step, on the device.
 
-    logits [T, vocab]; out int32 [T]; tokens, positions, lengths advance in place where the row is active.
+    logits [T, vocab]; out int32 [T], -1 where the greatest logit is infinite or any is NaN; tokens, positions, lengths advance in place where the row is active.
     """
     _next[(logits.shape[0],)](
         logits,

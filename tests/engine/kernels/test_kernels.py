@@ -236,3 +236,23 @@ def test_experts(device: str, dtype: torch.dtype, gpu: bool, count: int, fp8: bo
             want[row] += by * (down_w[expert] @ (F.silu(both[:inner]) * both[inner:]))
     close(out[:live].float().sum(1), want)
     assert out[live:].isnan().all(), "padding rows reach no expert"
+
+
+def test_feed_takes_the_lowest_of_the_greatest_and_names_rows_that_are_no_numbers(device: str) -> None:
+    logits = torch.zeros(6, 50, device=device)
+    logits[0, [7, 9]] = 2.0
+    logits[1, 45] = 9.0  # behind the bound
+    logits[2, 3] = float("nan")
+    logits[3, 4] = float("inf")
+    logits[4, :] = float("-inf")
+    logits[5, 8] = 1.0  # a padding row
+    tokens = torch.full((6,), 33, dtype=torch.int64, device=device)
+    positions = torch.arange(6, device=device)
+    lengths = torch.arange(1, 7, dtype=torch.int32, device=device)
+    out = torch.zeros(6, dtype=torch.int32, device=device)
+    active = torch.full((), 5, dtype=torch.int32, device=device)
+    rows.feed(logits, tokens, positions, lengths, out, active, vocab_bound=40)
+    assert out.tolist() == [7, 0, -1, -1, -1, 8]
+    assert tokens.tolist() == [7, 0, 0, 0, 0, 33]
+    assert positions.tolist() == [1, 2, 3, 4, 5, 5]
+    assert lengths.tolist() == [2, 3, 4, 5, 6, 6]

@@ -35,6 +35,9 @@ Role = Literal["prefill", "decode"]
 Preset = Literal["tiny", "demo"]
 """Checkpoints that an engine makes for itself: random weights, and trained ones."""
 
+Accelerator = Literal["cpu", "nvidia"]
+"""What engine pods compute on: the pod's cores, or a GPU for each rank."""
+
 Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
@@ -53,7 +56,7 @@ class ModelConfig(_Strict):
     max_model_len: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = Field(
         description="Most tokens of one request, prompt and output together."
     )
-    weights_gib: Count = Field(description="Host memory for the weights of one pod, GiB.")
+    weights_gib: Count = Field(description="Host memory for the weights of one pod, GiB; on a CPU they live there.")
 
 
 class RoleConfig(_Strict):
@@ -70,6 +73,13 @@ class RoleConfig(_Strict):
     prefix_cache: Annotated[bool, Field(strict=True)] = Field(
         default=True,
         description="Whether prompts that begin alike share KV; of no effect in decode, which computes no prompt.",
+    )
+    launch_ahead: Annotated[bool, Field(strict=True)] = Field(
+        default=True,
+        description="Whether a decode step is started before the tokens of the one before are looked at; on GPUs only.",
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="Share of a GPU's memory that weights and KV may take; the rest is for steps."
     )
 
 
@@ -88,15 +98,17 @@ class DiscoveryConfig(_Strict):
 
 
 class EngineConfig(_Strict):
-    """Everything that the pods of one deployment share.
+    """What the pods of one role, or the routers, are configured with.
 
-    What differs per pod comes from the command line and the environment.
+    What differs per pod comes from the command line and the environment. A pod gets the section of its own role only:
+    a change of the other's size is none of its configuration.
     """
 
     model: ModelConfig
-    prefill: RoleConfig
-    decode: RoleConfig
+    prefill: RoleConfig | None = None
+    decode: RoleConfig | None = None
     drain: DrainConfig
+    accelerator: Accelerator = Field(default="cpu", description="What the pods compute on.")
     discovery: DiscoveryConfig | None = Field(
         default=None, description="Absent without Kubernetes: the router is then given URLs."
     )
@@ -105,7 +117,11 @@ class EngineConfig(_Strict):
     )
 
     def role(self, role: Role) -> RoleConfig:
-        return self.prefill if role == "prefill" else self.decode
+        """Raises ConfigError where the section is absent."""
+        found = self.prefill if role == "prefill" else self.decode
+        if found is None:
+            raise ConfigError(f"{role}: missing; the configuration of a {role} pod needs this section")
+        return found
 
 
 class ConfigError(Exception):
@@ -150,23 +166,34 @@ EXIT_CODES: dict[Outcome, int] = {
 """Process exit code of each outcome (numbers after BSD sysexits where one fits)."""
 
 
-class Termination(_Strict):
+class Termination(BaseModel):
     """The JSON in the pod's termination message: written by the engine, read by the operator."""
+
+    # Read by an operator of another version than the engine's: a field that it does not know must not cost it the rest.
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     outcome: Outcome
     role: str
     host: str = Field(description="Pod name, or the host name without Kubernetes.")
     message: str
     in_flight: int = Field(default=0, description="Requests that were cut off.")
+    marker: str = Field(default="", description="CRASH_<host> after a crash; what log searches look for.")
+    rank: int | None = Field(default=None, description="The rank that failed, where one did.")
+    code: int = Field(default=0, description="Exit code of the process.")
+    log: tuple[str, ...] = Field(default=(), description="The last log lines before a crash, oldest first.")
 
     def encode(self) -> str:
         """JSON of at most TERMINATION_MESSAGE_LIMIT bytes: else the kubelet would cut the JSON itself."""
-        text = self.model_dump_json()
-        # JSON escapes can take six bytes a character: cut in steps until it fits.
-        message = self.message
+        kept = self
+        text = kept.model_dump_json()
         while len(text.encode()) > TERMINATION_MESSAGE_LIMIT:
-            message = message[: len(message) * 3 // 4]
-            text = self.model_copy(update={"message": message + "…"}).model_dump_json()
+            if kept.log:
+                # The reason says more than what led to it, and of that the end says most.
+                kept = kept.model_copy(update={"log": kept.log[1:]})
+            else:
+                # JSON escapes can take six bytes a character: cut in steps until it fits.
+                kept = kept.model_copy(update={"message": kept.message[: len(kept.message) * 3 // 4 - 1] + "…"})
+            text = kept.model_dump_json()
         return text
 
     @classmethod

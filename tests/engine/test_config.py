@@ -83,6 +83,23 @@ def test_a_termination_message_always_fits_and_reads_back(message: str) -> None:
     assert read.message == message or message.startswith(read.message.removesuffix("…"))
 
 
+@given(st.text(max_size=3000), st.lists(st.text(max_size=300), max_size=20))
+def test_log_lines_give_way_to_the_reason_oldest_first(message: str, log: list[str]) -> None:
+    sent = Termination(outcome=Outcome.CRASHED, role="decode", host="h", message=message, log=tuple(log))
+    text = sent.encode()
+    read = Termination.decode(text)
+    assert len(text.encode()) <= TERMINATION_MESSAGE_LIMIT
+    assert read is not None
+    assert read.log == sent.log[len(sent.log) - len(read.log) :]
+    assert read.message == message or not read.log
+
+
+def test_words_of_a_newer_engine_are_understood_as_far_as_they_are_known() -> None:
+    read = Termination.decode('{"outcome": "Crashed", "role": "decode", "host": "h", "message": "m", "new": 1}')
+    assert read is not None
+    assert read.message == "m"
+
+
 @pytest.mark.parametrize("text", ["", "Killed", "{}", '{"outcome": "Odd"}'])
 def test_foreign_last_words_are_not_taken_for_ours(text: str) -> None:
     assert Termination.decode(text) is None

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TextIO
@@ -50,6 +51,32 @@ class JsonFormatter(logging.Formatter):
         return _LONE_SURROGATE.sub("\ufffd", line)
 
 
+class Tail(logging.Handler):
+    """Keeps the last lines, short, for the termination message: a pod that is gone has no log any more."""
+
+    LINES, WIDTH = 20, 240
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: deque[str] = deque(maxlen=self.LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stamp = time.strftime("%H:%M:%S", time.gmtime(record.created))
+        text = " ".join(f"{stamp} {record.levelname} {record.getMessage()}".split())
+        cause = record.exc_info[1] if record.exc_info else None
+        if cause is not None:
+            text += f" ({type(cause).__name__}: {' '.join(str(cause).split())})"
+        self.lines.append(_LONE_SURROGATE.sub("\ufffd", text[: self.WIDTH]))
+
+
+_tail = Tail()
+
+
+def last_lines() -> tuple[str, ...]:
+    """Of this process's log, oldest first; empty before `setup`."""
+    return tuple(_tail.lines)
+
+
 def _value(value: object) -> object:
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else str(value)
@@ -59,7 +86,7 @@ def _value(value: object) -> object:
 def setup(part: str, stream: TextIO | None = None, level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(part))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=level, handlers=[handler, _tail], force=True)
     for noisy in ("uvicorn.access", "aiohttp.access", "kubernetes", "urllib3", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

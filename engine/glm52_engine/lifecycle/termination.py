@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
+import threading
+import traceback
 from pathlib import Path
 
 from glm52_engine.config import EXIT_CODES, TERMINATION_LOG_PATH, Outcome, Termination
+from glm52_engine.lifecycle.logs import last_lines
 
 log = logging.getLogger(__name__)
 
 TERMINATION_LOG_ENV = "TERMINATION_LOG"
+
+STACK_CALLS = 5
+
+CRASHES = frozenset({Outcome.CRASHED, Outcome.WEDGED})
+"""Ends that nobody asked for and that a correct configuration does not cause."""
 
 
 def host_name() -> str:
@@ -24,12 +33,37 @@ def last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def leave(outcome: Outcome, role: str, message: str, *, in_flight: int = 0) -> int:
-    """Writes the termination message and returns the exit code that goes with it."""
-    words = Termination(outcome=outcome, role=role, host=host_name(), message=message, in_flight=in_flight)
-    code = EXIT_CODES[outcome]
+def stack_of(thread: str) -> str:
+    """Where a thread of this process is now, innermost call first: of one that hangs nothing else will ever tell."""
+    number = next((each.ident for each in threading.enumerate() if each.name == thread), None)
+    frame = sys._current_frames().get(number) if number is not None else None
+    if frame is None:
+        return f"no thread named {thread}"
+    calls = reversed(traceback.extract_stack(frame)[-STACK_CALLS:])
+    return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
+
+
+def leave(outcome: Outcome, role: str, message: str, *, in_flight: int = 0, rank: int | None = None) -> int:
+    """Writes the termination message and returns the exit code that goes with it.
+
+    A crash leaves its evidence there as well: a marker, the rank, and the last log lines from before this call.
+    """
+    host, code, crashed = host_name(), EXIT_CODES[outcome], outcome in CRASHES
+    words = Termination(
+        outcome=outcome,
+        role=role,
+        host=host,
+        message=message,
+        in_flight=in_flight,
+        marker=f"CRASH_{host}" if crashed else "",
+        rank=rank,
+        code=code,
+        log=last_lines() if crashed else (),
+    )
     level = logging.INFO if code == 0 else logging.ERROR
-    log.log(level, "%s", message, extra={"outcome": outcome.value, "exit_code": code, "cut_off": in_flight})
+    extra = {"outcome": outcome.value, "exit_code": code, "cut_off": in_flight}
+    extra |= {"marker": words.marker, "rank": rank} if crashed else {}
+    log.log(level, "%s", message, extra=extra)
     path = os.environ.get(TERMINATION_LOG_ENV) or (TERMINATION_LOG_PATH if Path(TERMINATION_LOG_PATH).exists() else "")
     if path:
         try:

@@ -58,7 +58,11 @@ def route(options: RouterOptions) -> int:
         listener = take(options.listen_fd) if options.listen_fd is not None else bind(options.host, options.port)
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, ROLE, str(error))
-    return asyncio.run(run_router(options, config, token, listener))
+    try:
+        return asyncio.run(run_router(options, config, token, listener))
+    except Exception as error:
+        log.error("the process failed", exc_info=error)
+        return leave(Outcome.CRASHED, ROLE, last_line(error))
 
 
 async def run_router(options: RouterOptions, config: EngineConfig, token: str, listener: socket.socket) -> int:

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from glm52_engine.config import RoleConfig
-from glm52_engine.kv import BlockError, Pool, prefix_keys
-from glm52_engine.model import Model
+from glm52_engine.config import Accelerator, RoleConfig
+from glm52_engine.kv import BlockError, prefix_keys
+from glm52_engine.runtime.executor import Executor
 from glm52_engine.runtime.load import load_parts
 from glm52_engine.runtime.rank import Event, Rank, Running, StepLimits
 from glm52_engine.runtime.record import EngineStopped, Record
@@ -35,7 +35,7 @@ from glm52_engine.runtime.types import (
     Stats,
     Token,
 )
-from glm52_engine.schedule import Admission, Departures, Grant, Limits, blocks_for
+from glm52_engine.schedule import Admission, Departures, Grant, Limits
 
 RETRY_SECONDS = 5
 MOST_RETRY_SECONDS = 60
@@ -51,23 +51,24 @@ T = TypeVar("T")
 class LocalEngine:
     """See `Engine` for the contract; `load` makes one from a checkpoint.
 
-    `prefix_cache`: whether `prefill` shares the KV of full blocks between prompts that begin alike.
+    `prefix_cache`: whether `prefill` shares the KV of full blocks between prompts that begin alike. `launch_ahead`:
+    whether ranks start a decode step before they look at the tokens of the one before.
     """
 
     def __init__(
         self,
-        model: Model,
-        pools: list[Pool],
+        executors: Sequence[Executor],
         *,
         limits: Limits,
         step: StepLimits,
         layout: dict[str, str | int],
         prefix_cache: bool = True,
+        launch_ahead: bool = False,
     ) -> None:
-        self.pools: Sequence[KvPool] = list(pools)
+        self.pools: Sequence[KvPool] = [executor.pool for executor in executors]
         self.layout = layout
         self._limits = limits
-        self._admission = Admission(len(pools), limits)
+        self._admission = Admission(len(executors), limits)
         self._departures = Departures()
         self._prefix_cache = prefix_cache
         self._prefix_queries = self._prefix_hits = 0
@@ -79,14 +80,13 @@ class LocalEngine:
         self._ranks = [
             Rank(
                 index,
-                model,
-                pool,
+                executor,
                 seats=limits.seats,
-                blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size),
                 limits=step,
                 post=self._post,
+                launch_ahead=launch_ahead,
             )
-            for index, pool in enumerate(pools)
+            for index, executor in enumerate(executors)
         ]
 
     @classmethod
@@ -100,16 +100,18 @@ class LocalEngine:
         on_phase: Callable[[str], None],
         vocab_bound: int | None = None,
         eos_ids: frozenset[int] | None = None,
-        step_tokens: int = 512,
+        step_tokens: int | None = None,
+        accelerator: Accelerator = "cpu",
     ) -> LocalEngine:
         """Blocking: config, preflight, weights, pools, one real forward per rank. Raises ConfigError.
 
-        `vocab_bound` and `eos_ids` come from the checkpoint's tokenizer files when not given; `step_tokens` is the
-        most rows of one step.
+        `vocab_bound` and `eos_ids` come from the checkpoint's tokenizer files when not given; `step_tokens`, the most
+        rows of one step, suits the accelerator when not given.
         """
         parts = load_parts(
             path,
             role,
+            accelerator=accelerator,
             max_model_len=max_model_len,
             block_size=block_size,
             on_phase=on_phase,
@@ -118,12 +120,13 @@ class LocalEngine:
             step_tokens=step_tokens,
         )
         engine = cls(
-            parts.model,
-            parts.pools,
+            parts.executors,
             limits=parts.limits,
             step=parts.step,
             layout=parts.layout,
             prefix_cache=role.prefix_cache,
+            # On a CPU nothing runs beside the host: a step ahead would only hold up the tokens of the one before.
+            launch_ahead=role.launch_ahead and accelerator != "cpu",
         )
         engine.warm_up(on_phase)
         return engine
@@ -209,6 +212,16 @@ class LocalEngine:
 
     def failure(self) -> BaseException | None:
         return next((rank.failure for rank in self._ranks if rank.failure is not None), None)
+
+    def suspect(self) -> int:
+        return max(self._ranks, key=lambda rank: (rank.failure is not None, rank.seconds_without_progress())).index
+
+    def withdraw(self, request_id: str) -> bool:
+        record = self._records.get(request_id)
+        if record is None or record.state != "waiting":
+            return False
+        self._close(record)
+        return True
 
     def start(self) -> None:
         for rank in self._ranks:

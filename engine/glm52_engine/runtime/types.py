@@ -13,6 +13,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 batch are not concerned."""
 
 
+GREEDY_BELOW = 1e-5
+"""Temperatures under this one are greedy, as in vLLM: dividing by them would leave nothing but infinities."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen; the defaults switch everything off but the draw itself. See `sampler`.
@@ -41,6 +45,17 @@ class Sampling:
     min_tokens: int = 0
     logprobs: int | None = None
     choice: int = 0
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is that of the model's greatest logit, and nothing else is asked of it."""
+        return (
+            self.temperature < GREEDY_BELOW
+            and (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
+            and not self.logit_bias
+            and not self.min_tokens
+            and self.logprobs is None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +195,10 @@ class Engine(Protocol):
         """Gives back whatever `prefill` or `reserve` still holds for this request; unknown ids are ignored."""
         ...
 
+    def withdraw(self, request_id: str) -> bool:
+        """Takes a request back that has no seat yet, whose call then fails; False: it has begun, or is unknown."""
+        ...
+
     def stats(self) -> Stats: ...
 
     def seconds_without_progress(self) -> float:
@@ -190,6 +209,10 @@ class Engine(Protocol):
 
     def failure(self) -> BaseException | None:
         """The exception that ended a rank's loop, if one did: the process then leaves with outcome Crashed."""
+        ...
+
+    def suspect(self) -> int:
+        """The rank that `failure` or `seconds_without_progress` speaks of."""
         ...
 
     def stop(self) -> None:

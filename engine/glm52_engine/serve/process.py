@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import uvicorn
@@ -22,7 +23,7 @@ from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
-from glm52_engine.lifecycle.termination import host_name, last_line, leave
+from glm52_engine.lifecycle.termination import host_name, last_line, leave, stack_of
 from glm52_engine.serve.app import make_app
 from glm52_engine.serve.load import load_engine
 from glm52_engine.serve.metrics import Metrics
@@ -54,8 +55,19 @@ class ServeOptions:
     listen_fd: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why the process leaves; `rank`: the one that failed, where one did."""
+
+    outcome: Outcome
+    message: str
+    rank: int | None = None
+
+
 def serve(options: ServeOptions) -> int:
     """Runs until TERM or a failure; returns the exit code after the termination message is written."""
+    # A native abort leaves no message: the kubelet then takes the end of the log, where this puts every thread's stack.
+    faulthandler.enable()
     logs.setup(options.role)
     trace.setup(options.role)
     try:
@@ -64,7 +76,11 @@ def serve(options: ServeOptions) -> int:
         listener = take(options.listen_fd) if options.listen_fd is not None else bind(options.host, options.port)
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, options.role, str(error))
-    return asyncio.run(Process(options, config, token, listener).run())
+    try:
+        return asyncio.run(Process(options, config, token, listener).run())
+    except Exception as error:
+        log.error("the process failed", exc_info=error)
+        return leave(Outcome.CRASHED, options.role, last_line(error))
 
 
 class Process:
@@ -72,7 +88,7 @@ class Process:
         self.options = options
         self.config = config
         self._listener = listener
-        self._ended: asyncio.Future[tuple[Outcome, str]]
+        self._ended: asyncio.Future[End]
         self._terminated = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         ip = os.environ.get("POD_IP") or "127.0.0.1"
@@ -105,11 +121,11 @@ class Process:
         server = QuietServer(make_app(self.pod))
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
         log.info("listening", extra={"address": self.pod.address})
-        self._tasks += [asyncio.create_task(task) for task in (self._load(), self._drained(), self._watch())]
+        for work in (self._load(), self._drained(), self._watch()):
+            self._spawn(work)
         http.add_done_callback(lambda task: self._end(Outcome.CRASHED, "the HTTP server ended"))
         try:
-            outcome, message = await self._ended
-            return await self._leave(outcome, message, server, http)
+            return await self._leave(await self._ended, server, http)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -119,10 +135,23 @@ class Process:
         self.life.drain(name)
         self._terminated.set()
 
-    def _end(self, outcome: Outcome, message: str) -> None:
+    def _end(self, outcome: Outcome, message: str, rank: int | None = None) -> None:
         """The first cause is the one that is reported."""
         if not self._ended.done():
-            self._ended.set_result((outcome, message))
+            self._ended.set_result(End(outcome, message, rank))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task without which the process would be half alive: it ends the process when it breaks."""
+
+        def over(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                log.error("a part of the process failed", exc_info=error)
+                self._end(Outcome.CRASHED, last_line(error))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(over)
+        self._tasks.append(task)
 
     async def _load(self) -> None:
         try:
@@ -151,7 +180,7 @@ class Process:
         await in_thread(agent.start)
         print_of = fingerprint(engine)
         puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token)
-        self._tasks.append(asyncio.create_task(holder.expire_forever()))
+        self._spawn(holder.expire_forever())
         return Loaded(engine, tokenizer, grammars, agent, holder, puller, print_of, stopped)
 
     async def _drained(self) -> None:
@@ -168,16 +197,27 @@ class Process:
             await asyncio.sleep(WATCH_SECONDS)
             if self.pod.loaded is None:
                 continue
-            failure = self.pod.loaded.engine.failure()
+            engine, agent = self.pod.loaded.engine, self.pod.loaded.agent
+            failure = engine.failure()
             if failure is not None:
-                self.pod.failure = last_line(failure)
-                log.error("a rank failed", exc_info=failure)
-                self._end(Outcome.CRASHED, self.pod.failure)
-            stuck = self.pod.loaded.engine.seconds_without_progress()
+                self._crashed(f"rank {engine.suspect()} failed: {last_line(failure)}", failure, engine.suspect())
+            elif agent.failure is not None:
+                self._crashed(f"the KV transfer failed: {last_line(agent.failure)}", agent.failure)
+            stuck = engine.seconds_without_progress()
             if stuck > STUCK_AFTER_SECONDS:
-                self._end(Outcome.WEDGED, f"work is queued and no step has finished for {stuck:.0f} s")
+                rank = engine.suspect()
+                log.error("rank %d hangs in %s", rank, stack_of(f"rank-{rank}"))
+                words = f"rank {rank}: work is queued and no step has finished for {stuck:.0f} s"
+                self._end(Outcome.WEDGED, words, rank)
+                return
 
-    async def _leave(self, outcome: Outcome, message: str, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
+    def _crashed(self, message: str, error: BaseException, rank: int | None = None) -> None:
+        if not self.pod.failure:
+            log.error("crashed", exc_info=error, extra={"rank": rank})
+        self.pod.failure = message
+        self._end(Outcome.CRASHED, message, rank)
+
+    async def _leave(self, end: End, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
         cut_off = self.life.in_flight
         self.life.stop()
         if self.pod.loaded is not None:
@@ -186,7 +226,7 @@ class Process:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(http), LAST_WORDS_SECONDS)
         await asyncio.to_thread(trace.flush)
-        return leave(outcome, self.options.role, message, in_flight=cut_off)
+        return leave(end.outcome, self.options.role, end.message, in_flight=cut_off, rank=end.rank)
 
     async def _close(self, parts: Loaded) -> None:
         """Transfers end before the pools go: a peer must never read memory that is no longer ours."""

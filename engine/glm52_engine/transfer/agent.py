@@ -84,6 +84,7 @@ class TransferAgent:
         self._known: set[str] = set()
         self._nixl: Any = None
         self._registered: Any = None
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -125,8 +126,10 @@ class TransferAgent:
         try:
             while self._turn():
                 pass
-        except BaseException:
+        except BaseException as error:
+            # Without it no KV crosses any more, while every probe would still say yes.
             log.exception("the transfer thread ended")
+            self.failure = error
         finally:
             self._shut()
 

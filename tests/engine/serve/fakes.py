@@ -85,7 +85,7 @@ class FakeEngine:
         self._held: dict[str, tuple[int, ...]] = {}
         self._changed = asyncio.Event()
         self._running = 0
-        self._waiting = 0
+        self._queued: set[str] = set()
         self.pool = FakePool(self.num_blocks)
         self.pools: Sequence[KvPool] = [self.pool]
         self.layout: dict[str, str | int] = {"model": self.model, "dtype": "test"}
@@ -132,7 +132,7 @@ class FakeEngine:
     def stats(self) -> Stats:
         return Stats(
             running=self._running,
-            waiting=self._waiting,
+            waiting=len(self._queued),
             blocks_total=self.num_blocks,
             blocks_free=len(self._free),
             prompt_tokens_computed=self.computed,
@@ -149,6 +149,16 @@ class FakeEngine:
     def failure(self) -> BaseException | None:
         return self.broken
 
+    def suspect(self) -> int:
+        return 1
+
+    def withdraw(self, request_id: str) -> bool:
+        if request_id not in self._queued:
+            return False
+        self._queued.remove(request_id)
+        self._changed.set()
+        return True
+
     def stop(self) -> None:
         self.stopped = True
 
@@ -156,13 +166,15 @@ class FakeEngine:
         need = -(-tokens // BLOCK_SIZE)
         if need > self.num_blocks:
             raise RequestError(f"{tokens} tokens need {need} blocks, the pool has {self.num_blocks}")
-        self._waiting += 1
+        self._queued.add(request.id)
         try:
             while need > len(self._free):
                 self._changed.clear()
                 await self._changed.wait()
+                if request.id not in self._queued:
+                    raise EngineStopped(f"request {request.id} was released")
         finally:
-            self._waiting -= 1
+            self._queued.discard(request.id)
         ids, self._free = tuple(self._free[:need]), self._free[need:]
         self._held[request.id] = ids
         return Blocks(0, ids)

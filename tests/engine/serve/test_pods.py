@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from glm52_engine.config import EXIT_CODES as CODES
-from glm52_engine.config import Outcome
+from glm52_engine.config import Outcome, Termination
+from glm52_engine.transfer.lease import LeaseTable
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, Handoff, body, events, state, until
 from tests.engine.serve.fakes import FakeEngine, expected_text
 
@@ -158,15 +162,54 @@ async def test_when_the_window_is_over_a_stream_ends_with_an_error(build: Builde
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
 
 
-async def test_a_failed_rank_ends_the_process_as_crashed(build: Builder) -> None:
+def last_words(path: Path) -> Termination:
+    told = Termination.decode(path.read_text())
+    assert told is not None
+    return told
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TERMINATION_LOG", str(tmp_path / "termination"))
+    return tmp_path / "termination"
+
+
+async def test_a_failed_rank_ends_the_process_as_crashed(build: Builder, words: Path) -> None:
     engine = FakeEngine()
     pod = await build.pod("decode", engine)
     engine.broken = RuntimeError("the rank died")
     assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
+    told = last_words(words)
+    assert (told.outcome, told.rank, told.marker) == (Outcome.CRASHED, engine.suspect(), f"CRASH_{told.host}")
+    assert "the rank died" in told.message
 
 
-async def test_a_stalled_step_ends_the_process_as_wedged(build: Builder) -> None:
+async def test_a_stalled_step_ends_the_process_as_wedged(build: Builder, words: Path) -> None:
     engine = FakeEngine()
     pod = await build.pod("decode", engine)
     engine.stuck = 61.0
     assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.WEDGED]
+    assert last_words(words).rank == engine.suspect()
+
+
+async def test_a_transfer_thread_that_died_ends_the_process(build: Builder, words: Path) -> None:
+    """No KV would cross any more, and every probe would go on to say yes."""
+    pod = await build.pod("decode", FakeEngine())
+    loaded = pod.process.pod.loaded
+    assert loaded is not None
+    loaded.agent._inbox.put("nonsense")  # type: ignore[arg-type]
+    assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
+    assert "KV transfer" in last_words(words).message
+
+
+async def test_a_background_task_that_breaks_ends_the_process(
+    build: Builder, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = await build.pod("prefill", FakeEngine())
+
+    def broken(table: LeaseTable, now: float) -> None:
+        raise OSError("leases expire no more")
+
+    monkeypatch.setattr(LeaseTable, "expire", broken)
+    assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
+    assert "leases expire no more" in last_words(words).message

@@ -61,7 +61,7 @@ def leave(outcome: Outcome, role: str, message: str, *, in_flight: int = 0, rank
         log=last_lines() if crashed else (),
     )
     level = logging.INFO if code == 0 else logging.ERROR
-    extra = {"outcome": outcome.value, "exit_code": code, "cut_off": in_flight}
+    extra: dict[str, object] = {"outcome": outcome.value, "exit_code": code, "cut_off": in_flight}
     extra |= {"marker": words.marker, "rank": rank} if crashed else {}
     log.log(level, "%s", message, extra=extra)
     path = os.environ.get(TERMINATION_LOG_ENV) or (TERMINATION_LOG_PATH if Path(TERMINATION_LOG_PATH).exists() else "")

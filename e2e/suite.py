@@ -5,6 +5,7 @@
     python -m e2e.suite unit       the tests of parts
     python -m e2e.suite engine     models and kernels that compute, and pods within the process
     python -m e2e.suite processes  whole engines as processes, without a cluster
+    python -m e2e.suite integration  the operator on a control plane without nodes
     python -m e2e.suite e2e        the tests on the cluster
 
 A layer that cannot run says so, and fails the run when CI is set: a green run that tested nothing is worse than a red
@@ -59,7 +60,7 @@ def pytest(markers: str, *more: str) -> int:
 
 
 def unit() -> int:
-    return pytest("not cluster and not processes and not engine", "-n", "2")
+    return pytest("not cluster and not processes and not engine and not integration", "-n", "2")
 
 
 def engine() -> int:
@@ -68,6 +69,10 @@ def engine() -> int:
 
 def processes() -> int:
     return pytest("processes")
+
+
+def integration() -> int:
+    return pytest("integration", "--durations=10")
 
 
 def cluster() -> int:
@@ -90,6 +95,7 @@ def layers(names: Sequence[str]) -> list[tuple[str, Layer]]:
         "unit": unit,
         "engine": engine,
         "processes": processes,
+        "integration": integration,
         "cluster": cluster,
         "e2e": e2e,
     }
@@ -142,7 +148,7 @@ def main(names: Sequence[str]) -> int:
             results.append(lint_run.result())
     print("\n=== summary")
     for name, code, seconds in results:
-        print(f"  {name:<9} {'ok' if code == 0 else f'FAILED ({code})':<14} {seconds:7.1f} s")
+        print(f"  {name:<11} {'ok' if code == 0 else f'FAILED ({code})':<14} {seconds:7.1f} s")
     return first_failure([code for _, code, _ in results])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from e2e.controlplane.client import MERGE, Client, Object, Query, Refused, path
@@ -54,14 +54,15 @@ class Loop:
 
         return self.run(begin())
 
-    def stop(self) -> None:
-        async def cancel() -> None:
-            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in others:
+    def end(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        async def cancel(some: list[asyncio.Task[None]]) -> None:
+            for task in some:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*some, return_exceptions=True)
 
-        self.run(cancel())
+        self.run(cancel(list(tasks)))
+
+    def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -80,6 +81,7 @@ class Cluster:
         self._changed = threading.Condition()
         self._objects: dict[str, dict[tuple[str, str], Object]] = {kind: {} for kind in WATCHED}
         self._version = 0
+        self._watches: list[asyncio.Task[None]] = []
         self._client = loop.run(self._connect())
 
     async def _connect(self) -> Client:
@@ -87,10 +89,10 @@ class Cluster:
 
     def watch(self) -> None:
         """Begin to watch; the CRD has to be there."""
-        for kind in WATCHED:
-            self.loop.spawn(self._follow(kind))
+        self._watches = [self.loop.spawn(self._follow(kind)) for kind in WATCHED]
 
     def close(self) -> None:
+        self.loop.end(self._watches)
         self.loop.run(self._client.close())
 
     def install_crd(self, crd: Object) -> None:
@@ -99,7 +101,7 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             found = self.get(crd["kind"], None, crd["metadata"]["name"]) or {}
-            conditions = found.get("status", {}).get("conditions", [])
+            conditions = found.get("status", {}).get("conditions") or []
             if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
                 return
             time.sleep(0.05)

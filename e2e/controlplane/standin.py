@@ -75,9 +75,11 @@ class Kubelets:
         self._pods: dict[str, _Pod] = {}
         self._addresses = (f"10.244.{high}.{low}" for high, low in itertools.product(range(256), range(1, 255)))
         self._client = loop.run(self._begin())
-        loop.spawn(self._follow())
+        self._watch = loop.spawn(self._follow())
 
     def close(self) -> None:
+        lives = [pod.task for pod in self._pods.values() if pod.task is not None]
+        self._loop.end([self._watch, *lives])
         self._loop.run(self._client.close())
 
     # What a test says before.

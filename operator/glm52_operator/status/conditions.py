@@ -43,7 +43,7 @@ def merge(
                 "status": verdict.status,
                 "reason": verdict.reason,
                 "message": _cut(verdict.message),
-                "lastTransitionTime": old["lastTransitionTime"] if old is not None and kept else _timestamp(now),
+                "lastTransitionTime": old["lastTransitionTime"] if old is not None and kept else timestamp(now),
                 "observedGeneration": generation,
             }
         )
@@ -54,5 +54,6 @@ def _cut(message: str) -> str:
     return message if len(message) <= MESSAGE_LIMIT else message[: MESSAGE_LIMIT - 1] + "…"
 
 
-def _timestamp(now: datetime.datetime) -> str:
+def timestamp(now: datetime.datetime) -> str:
+    """As the API writes times."""
     return now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,115 @@
+"""status.crashes, status.restarts and the condition Degraded: what crashed, and what is done about it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from glm52_operator.plan.endings import Ending, read_time
+from glm52_operator.plan.escalation import Crash, CrashPolicy, Series
+from glm52_operator.status.conditions import Verdict, timestamp
+
+KEPT = 10
+"""Crashes whose evidence is kept, the newest."""
+
+SHOWN = 400
+"""Characters of the last crash's evidence in the condition's message; all of it stands in status.crashes."""
+
+
+def keep_evidence(previous: Iterable[Mapping[str, Any]], seen: Iterable[Ending]) -> list[dict[str, Any]]:
+    """status.crashes: newest first, each once, also when its pod is gone."""
+    known = {str(entry["id"]): dict(entry) for entry in previous if "id" in entry}
+    for ending in seen:
+        if ending.is_crash:
+            known.setdefault(ending.id, _evidence(ending))
+    return sorted(known.values(), key=lambda entry: (entry["time"], entry["id"]), reverse=True)[:KEPT]
+
+
+def _evidence(ending: Ending) -> dict[str, Any]:
+    words = ending.words
+    fields = {
+        "id": ending.id,
+        "pod": ending.pod,
+        "node": ending.node or None,
+        "rank": words.rank if words else None,
+        "exitCode": ending.exit_code,
+        "reason": ending.reason,
+        "marker": (words.marker if words else "") or None,
+        "time": timestamp(ending.time),
+        "revision": ending.revision or None,
+        "message": ending.message,
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def read_series(entries: Iterable[Mapping[str, Any]]) -> list[Series]:
+    """status.restarts as it was written; what is not of its form is left out."""
+    return [
+        Series(
+            replica=str(entry.get("replica", "")),
+            basis=str(entry.get("basis", "")),
+            crashes=tuple(_crashes(entry.get("crashes") or [])),
+            forgiven=frozenset(entry.get("forgiven") or []),
+            latched=bool(entry.get("latched")),
+        )
+        for entry in entries
+    ]
+
+
+def _crashes(entries: Iterable[Mapping[str, Any]]) -> Iterable[Crash]:
+    for entry in entries:
+        time = read_time(entry.get("time"))
+        if time is not None:
+            yield Crash(str(entry.get("id")), str(entry.get("pod")), time)
+
+
+def write_series(found: Iterable[Series], policy: CrashPolicy) -> list[dict[str, Any]]:
+    return [_entry(series, policy) for series in found]
+
+
+def _entry(series: Series, policy: CrashPolicy) -> dict[str, Any]:
+    until = series.held_until(policy)
+    return {
+        "replica": series.replica,
+        "count": len(series.incidents),
+        **({"heldUntil": timestamp(until)} if until else {}),
+        "latched": series.latched,
+        "basis": series.basis,
+        "crashes": [{"id": c.id, "pod": c.pod, "time": timestamp(c.time)} for c in series.crashes],
+        **({"forgiven": sorted(series.forgiven)} if series.forgiven else {}),
+    }
+
+
+def degraded(found: Sequence[Series], evidence: Sequence[Mapping[str, Any]], policy: CrashPolicy) -> Verdict | None:
+    """The alarm, or None: replicas that are not started any more."""
+    latched = [series for series in found if series.latched]
+    if not latched:
+        return None
+    names = ", ".join(series.replica for series in latched)
+    limit = f"{policy.max_restarts} times within {policy.reset.total_seconds():.0f} s"
+    return Verdict(
+        True,
+        "CrashLoop",
+        f"Crashed {limit} and not started any more: {names}. {_last(evidence, latched)}The other replicas are not "
+        "concerned. Look at status.crashes, correct the cause, and change the specification to have it tried again: "
+        "the correction itself, or spec.restart.",
+    )
+
+
+def _last(evidence: Sequence[Mapping[str, Any]], latched: Sequence[Series]) -> str:
+    pods = {crash.pod for series in latched for crash in series.crashes} | {series.replica for series in latched}
+    entry = next((entry for entry in evidence if entry.get("pod") in pods), None)
+    if entry is None:
+        return ""
+    where = f"pod {entry['pod']}" + (f" on node {entry['node']}" if "node" in entry else "")
+    code = f", exit code {entry['exitCode']}" if "exitCode" in entry else ""
+    told = str(entry["message"])
+    told = told if len(told) <= SHOWN else f"{told[: SHOWN - 1]}…"
+    return f"The last one, {entry['time']}, {where} ({entry['reason']}{code}): {told}. "
+
+
+def next_look(found: Iterable[Series], policy: CrashPolicy, now: datetime.datetime) -> float | None:
+    """Seconds until the first replica may start again; None when none waits."""
+    waits = [(until - now).total_seconds() for series in found if (until := series.held_until(policy)) is not None]
+    return min((seconds for seconds in waits if seconds > 0), default=None)

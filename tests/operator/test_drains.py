@@ -1,0 +1,157 @@
+"""Pods that leave: what is told of each, and that it is told once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm52_engine.config import Outcome
+from glm52_operator.plan.drains import KEPT, KILL_MARGIN, Drain, DrainOutcome, Heard, Phase, advance, askable
+from glm52_operator.status.drains import MOST, draining, read_drains, stalled, write_drains
+from tests.operator.builders import pod
+from tests.operator.ends import BACKING_OFF, NOW, RUNNING, at, crashed, stamp, terminated, told, with_container
+
+POD = "chat-decode-0"
+
+
+def leaving(state: Any = RUNNING, last: Any = None, *, name: str = POD, asked: int = -10, grace: int = 60) -> Any:
+    return with_container(name, state, last, leaves=(asked, grace))
+
+
+def run(pods: Any = (), previous: Any = (), *, departed: Any = (), heard: Any = None, now: float = 0) -> list[Drain]:
+    return advance(previous, pods, departed, heard or {}, at(now))
+
+
+def test_a_pod_that_leaves_is_followed_with_its_deadline_and_what_it_says() -> None:
+    made = leaving()
+    (silent,) = run([made])
+    assert (silent.phase, silent.in_flight, silent.started, silent.deadline) == (Phase.DRAINING, None, at(-10), at(50))
+    (heard,) = run([made], [silent], heard={made["metadata"]["uid"]: Heard(3)})
+    assert (heard.phase, heard.in_flight) == (Phase.DRAINING, 3)
+    # What was heard last stays when the pod is too busy to answer once.
+    (later,) = run([made], [heard])
+    assert later.in_flight == 3
+    (over,) = run([made], [later], heard={made["metadata"]["uid"]: Heard(0, stopped=True)})
+    assert over.phase is Phase.TERMINATING
+
+
+@pytest.mark.parametrize(
+    ("ended", "outcome", "cut_off"),
+    [
+        pytest.param(terminated(-1, 0, message=told(Outcome.DRAINED)), DrainOutcome.DRAINED, 0, id="drained"),
+        pytest.param(
+            terminated(-1, 75, message=told(Outcome.DRAIN_TIMED_OUT, in_flight=4)),
+            DrainOutcome.TIMED_OUT,
+            4,
+            id="timed out",
+        ),
+        pytest.param(terminated(-1, 137), DrainOutcome.KILLED, 0, id="killed"),
+        pytest.param(terminated(-1, 137, reason="OOMKilled"), DrainOutcome.KILLED, 0, id="out of memory"),
+        pytest.param(crashed(-1, in_flight=2), DrainOutcome.CRASHED, 2, id="crashed"),
+        pytest.param(terminated(-1, 0), DrainOutcome.DRAINED, 0, id="told to go while it started"),
+    ],
+)
+def test_how_it_ended_is_read_from_its_last_state_also_when_nobody_saw_it_leave(
+    ended: Any, outcome: DrainOutcome, cut_off: int
+) -> None:
+    made = leaving({"terminated": ended})
+    (there,) = run([made])
+    assert (there.phase, there.outcome, there.cut_off) == (Phase.TERMINATING, outcome, cut_off)
+    for previous in ([], [there], run([leaving()])):
+        (gone,) = run([], previous, departed=[made])
+        assert (gone.phase, gone.outcome, gone.cut_off, gone.ended) == (Phase.ENDED, outcome, cut_off, NOW)
+        assert run([], [gone], departed=[made], now=99) == [gone]
+
+
+def test_a_pod_whose_end_nobody_saw_is_not_called_drained() -> None:
+    (before,) = run([leaving()])
+    (lost,) = run([], [before])
+    assert (lost.phase, lost.outcome) == (Phase.ENDED, DrainOutcome.UNKNOWN)
+    (forced,) = run([], [], departed=[leaving()])
+    assert forced.outcome is DrainOutcome.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(with_container(POD, RUNNING), id="stays"),
+        pytest.param(leaving({"waiting": {"reason": "ContainerCreating"}}), id="never began"),
+        pytest.param(pod(POD, leaving=True), id="has no node"),
+        pytest.param(leaving(BACKING_OFF, crashed(-100)), id="is broken"),
+        pytest.param(leaving({"terminated": crashed(-100)}), id="crashed before"),
+    ],
+)
+def test_where_nothing_drains_nothing_is_told(made: Any) -> None:
+    if made["metadata"].get("deletionTimestamp"):
+        made["metadata"]["deletionTimestamp"] = stamp(50)
+        assert run([], [], departed=[made]) == []
+    assert run([made]) == []
+
+
+@pytest.mark.parametrize("state", [RUNNING, {"terminated": terminated(-1, 0)}, BACKING_OFF])
+def test_a_pod_that_outlives_its_grace_is_told_with_its_node_until_it_is_gone(state: Any) -> None:
+    made = leaving(state, crashed(-100))
+    late = 50 + KILL_MARGIN.total_seconds()
+    assert all(drain.phase is not Phase.STUCK for drain in run([made], now=late))
+    found = run([made], now=late + 1)
+    assert [drain.phase for drain in found] == [Phase.STUCK]
+    alarm = stalled(found)
+    assert alarm is not None
+    assert (alarm.holds, alarm.reason) == (True, "StuckTerminating")
+    for part in (POD, "node worker", "kubectl describe node worker", "never deletes a pod by force", "--force"):
+        assert part in alarm.message
+    assert stalled(run([], found, now=late + 2)) is None
+
+
+def test_a_successor_of_the_same_name_is_another_pod() -> None:
+    old = leaving({"terminated": terminated(-1, 0, message=told(Outcome.DRAINED))})
+    new = leaving()
+    new["metadata"]["uid"] = "successor"
+    found = run([new], run([old]), departed=[old])
+    assert [(d.uid, d.phase) for d in found] == [("successor", Phase.DRAINING), (old["metadata"]["uid"], Phase.ENDED)]
+
+
+def test_the_condition_says_who_leaves_how_far_and_until_when() -> None:
+    first, second = leaving(), leaving(name="chat-prefill-0")
+    none = draining([])
+    assert (none.holds, none.reason) == (False, "NoneLeaving")
+    found = draining(run([first, second], heard={first["metadata"]["uid"]: Heard(3)}))
+    assert (found.holds, found.reason) == (True, "PodsLeaving")
+    assert f"2 pods leave: {POD} (3 in flight, until {stamp(50)} at most), chat-prefill-0 (until" in found.message
+
+
+def test_only_pods_that_run_and_leave_are_asked() -> None:
+    ended = leaving({"terminated": terminated(-1, 0)}, name="c")
+    made = leaving()
+    pods = [made, with_container("b", RUNNING), ended, pod("d", leaving=True)]
+    assert askable(pods) == {made["metadata"]["uid"]: "10.0.0.9"}
+
+
+states = st.sampled_from(
+    [RUNNING, {"terminated": terminated(-1, 0)}, {"terminated": terminated(-1, 137)}, {"terminated": crashed(-1)}]
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 150), states, st.booleans(), st.integers(-100, 0)), max_size=160),
+    st.integers(0, 200),
+)
+def test_whatever_is_seen_the_status_is_bounded_repeatable_and_comes_back_from_the_api(
+    seen: list[tuple[int, Any, bool, int]], now: int
+) -> None:
+    here = {number: leaving(s, name=f"p-{number}", asked=asked) for number, s, there, asked in seen if there}
+    gone = [leaving(s, name=f"p-{number}", asked=asked) for number, s, there, asked in seen if not there]
+    found = run(here.values(), departed=gone, now=now)
+    assert len({drain.uid for drain in found}) == len(found)
+    assert sum(drain.phase is Phase.ENDED for drain in found) <= KEPT
+    written = write_drains(found)
+    assert len(written) <= MOST
+    assert read_drains(written) == found[:MOST]
+    assert run(here.values(), found, departed=gone, now=now) == found
+    # Once ended it stays as it was told, whatever is seen of the pod later.
+    ended = {drain.uid: drain for drain in found if drain.phase is Phase.ENDED}
+    again = run([], read_drains(written), departed=gone, now=now + 50)
+    assert all(ended[drain.uid] == drain for drain in again if drain.uid in ended)

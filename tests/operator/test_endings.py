@@ -1,0 +1,136 @@
+"""What the kubelet's words about a container's end mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from glm52_engine.config import Outcome
+from glm52_operator.plan.endings import MESSAGE_LIMIT, endings
+from tests.operator.builders import pod
+from tests.operator.ends import BACKING_OFF, NOW, RUNNING, crashed, stamp, terminated, told, with_container
+
+
+def only(made: Any) -> Any:
+    (found,) = endings(made)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason", "says"),
+    [
+        pytest.param(crashed(-5, "rank 1 failed"), "Crashed", "rank 1 failed", id="said so itself"),
+        pytest.param(terminated(-5, 71, message=told(Outcome.WEDGED, "no step")), "Wedged", "no step", id="wedged"),
+        pytest.param(terminated(-5, 137, reason="OOMKilled"), "OOMKilled", "memory limit", id="out of memory"),
+        pytest.param(terminated(-5, 137, message="last line"), "Killed", "killed by SIGKILL\nlast line", id="killed"),
+        pytest.param(terminated(-5, 134), "Killed", "SIGABRT", id="native abort"),
+        pytest.param(terminated(-5, 1, message="Traceback"), "Crashed", "exit code 1\nTraceback", id="no words"),
+        pytest.param(terminated(-5, 0, reason="Completed"), "EndedUnasked", "nobody had told", id="exit 0"),
+        pytest.param(terminated(-5, 0, message=told(Outcome.DRAINED)), "EndedUnasked", "a probe failed", id="TERM"),
+        pytest.param(
+            terminated(-5, 75, message=told(Outcome.DRAIN_TIMED_OUT)), "EndedUnasked", "because", id="TERM, late"
+        ),
+        pytest.param(
+            terminated(-5, 137, reason="ContainerStatusUnknown", containerID=None),
+            "ContainerStatusUnknown",
+            "SIGKILL",
+            id="lost",
+        ),
+    ],
+)
+def test_an_end_that_nobody_asked_for_is_a_crash(ended: Any, reason: str, says: str) -> None:
+    found = only(with_container("chat-decode-0", RUNNING, ended))
+    assert (found.reason, found.is_crash, found.asked) == (reason, True, False)
+    assert says in found.message
+    assert (found.pod, found.node, found.revision) == ("chat-decode-0", "worker", "r1")
+
+
+def test_a_refused_configuration_is_no_crash() -> None:
+    ended = terminated(-5, 78, message=told(Outcome.CONFIG_REFUSED, "no config.json"))
+    assert not only(with_container("chat-decode-0", BACKING_OFF, ended)).is_crash
+
+
+@pytest.mark.parametrize(
+    ("seconds", "crash"),
+    [pytest.param(-31, True, id="before it was told to go"), pytest.param(-30, False, id="afterwards")],
+)
+def test_what_ends_because_the_pod_was_deleted_is_no_crash(seconds: float, crash: bool) -> None:
+    made = with_container("chat-decode-0", {"terminated": terminated(seconds, 137)}, leaves=(-30, 60))
+    assert only(made).is_crash is crash
+
+
+def test_a_rank_that_fails_during_a_drain_is_a_crash() -> None:
+    assert only(with_container("chat-decode-0", {"terminated": crashed(-5)}, leaves=(-30, 60))).is_crash
+
+
+def test_pods_of_a_node_that_is_shut_down_in_order_did_not_crash() -> None:
+    made = with_container("chat-decode-0", {"terminated": terminated(-5, 137)}, phase="Failed", reason="Terminated")
+    assert not only(made).is_crash
+
+
+def test_an_eviction_for_pressure_on_the_node_is_told_as_such() -> None:
+    made = with_container(
+        "chat-decode-0", {"terminated": terminated(-5, 137)}, phase="Failed", reason="Evicted", message="low on disk"
+    )
+    found = only(made)
+    assert (found.reason, found.is_crash) == ("Evicted", True)
+    assert "low on disk" in found.message
+
+
+def test_a_lost_node_is_told_though_its_kubelet_is_silent() -> None:
+    lost = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "DeletionByTaintManager",
+        "lastTransitionTime": stamp(-7),
+        "message": "Taint manager: deleting due to NoExecute taint",
+    }
+    found = only(with_container("chat-decode-0", RUNNING, leaves=(-7, 60), conditions=[lost]))
+    assert (found.reason, found.node, found.exit_code, found.is_crash) == ("NodeLost", "worker", None, True)
+
+
+def test_an_init_container_that_is_done_has_not_ended_but_one_that_fails_has() -> None:
+    done = {"name": "make-checkpoint", "state": {"terminated": terminated(-9, 0)}}
+    failed = {"name": "make-checkpoint", "state": BACKING_OFF, "lastState": {"terminated": terminated(-9, 1)}}
+    assert endings(pod("chat-decode-0", initContainerStatuses=[done])) == []
+    assert only(pod("chat-decode-0", initContainerStatuses=[failed])).is_crash
+
+
+def test_the_same_end_has_the_same_id_wherever_it_stands_and_no_other_has() -> None:
+    first, second = crashed(-50), crashed(-5)
+    ended = only(with_container("chat-decode-0", {"terminated": first}))
+    waits = only(with_container("chat-decode-0", BACKING_OFF, first))
+    runs = only(with_container("chat-decode-0", RUNNING, first))
+    both = endings(with_container("chat-decode-0", {"terminated": second}, first))
+    assert ended.id == waits.id == runs.id == both[0].id
+    assert len({each.id for each in both}) == 2
+    other = with_container("chat-decode-0", {"terminated": first})
+    other["metadata"]["uid"] = "another"
+    assert only(other).id != ended.id
+
+
+def test_of_a_long_log_the_end_is_kept() -> None:
+    log = tuple(f"line {number}" for number in range(400))
+    found = only(with_container("chat-decode-0", RUNNING, crashed(-5, "boom", log=log)))
+    assert len(found.message) <= MESSAGE_LIMIT
+    assert found.message.startswith("container engine: boom\nline ")
+    assert found.message.endswith("line 399")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"containerStatuses": None},
+        {"containerStatuses": [{"name": "engine"}]},
+        {"containerStatuses": [{"name": "engine", "state": None, "lastState": {}}]},
+        {"containerStatuses": [{"name": "engine", "state": {"terminated": {"exitCode": 9, "finishedAt": "soon"}}}]},
+        {"containerStatuses": [{"name": "engine", "state": {"terminated": {"exitCode": 4000, "finishedAt": None}}}]},
+        {"conditions": None},
+    ],
+)
+def test_half_written_objects_do_no_harm(odd: Any) -> None:
+    made = pod("chat-decode-0")
+    made["status"] = odd
+    assert all(ending.time <= NOW for ending in endings(made))

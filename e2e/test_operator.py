@@ -14,9 +14,7 @@ from e2e.manifests import deployment
 
 pytestmark = pytest.mark.cluster
 
-CHILDREN = (
-    "statefulsets,deployments,services,configmaps,secrets,poddisruptionbudgets,serviceaccounts,roles,rolebindings"
-)
+CHILDREN = "statefulsets,deployments,services,secrets,poddisruptionbudgets,serviceaccounts,roles,rolebindings"
 NAME = "steady"
 PORT = 30082
 STEADY = deployment(NAME, node_port=PORT)
@@ -40,9 +38,9 @@ def patch(kube: Kubectl, spec: Object) -> None:
 
 
 def seats(kube: Kubectl) -> int:
-    config = kube.get("configmap", f"{NAME}-engine")
-    assert config is not None
-    return int(json.loads(config["data"]["config.json"])["decode"]["max_num_seqs"])
+    pod = kube.get("pod", f"{NAME}-decode-0")
+    assert pod is not None
+    return int(json.loads(pod["metadata"]["annotations"]["glm52.dev/config"])["decode"]["max_num_seqs"])
 
 
 @pytest.fixture(scope="module")

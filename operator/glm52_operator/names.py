@@ -26,7 +26,12 @@ ROLE = f"{GROUP}/role"
 LLMD_ROLE = "llm-d.ai/role"
 
 APPLIED_HASH = f"{GROUP}/applied-hash"
-CONFIG_HASH = f"{GROUP}/config-hash"
+CONFIG = f"{GROUP}/config"
+"""Annotation of a pod: the engine's configuration, which the pod mounts as a file."""
+RESTART = f"{GROUP}/restart"
+"""Annotation of a pod: spec.restart when its template was made."""
+KV = f"{GROUP}/kv"
+"""Label of an engine pod: pods of both roles that carry the same value can exchange KV."""
 
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 ROUTER: Literal["router"] = "router"
@@ -41,10 +46,6 @@ def role(name: str, role: Component) -> str:
 def hosts(name: str, role: Role) -> str:
     """Headless Service that gives every pod of a role a stable DNS name, ready or not."""
     return f"{name}-{role}-hosts"
-
-
-def config_map(name: str) -> str:
-    return f"{name}-engine"
 
 
 def internal_secret(name: str) -> str:

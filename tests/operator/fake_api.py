@@ -87,7 +87,20 @@ class FakeApi:
             new |= {"status": old["status"]} if "status" in old else {}
         return self.put(kind, new)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        self._call("delete", kind, name)
-        assert self.objects[kind, namespace, name]["metadata"]["uid"] == uid
-        del self.objects[kind, namespace, name]
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
+        self._remove("delete", kind, namespace, name, uid, version)
+
+    async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
+        self._remove("evict", kind, namespace, name, uid, version)
+
+    def _remove(self, verb: str, kind: Kind, namespace: str, name: str, uid: str, version: str | None) -> None:
+        self._call(verb, kind, name)
+        meta = self.objects[kind, namespace, name]["metadata"]
+        if meta["uid"] != uid or version not in (None, meta["resourceVersion"]):
+            raise ApiError(code=409, text="the object has been modified", verb=verb, kind=kind, name=name)
+        if kind.kind == "Pod":
+            # Gone when its containers are.
+            meta["deletionTimestamp"] = "2026-01-02T00:00:00Z"
+            self.put(kind, self.objects[kind, namespace, name])
+        else:
+            del self.objects[kind, namespace, name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -74,29 +75,98 @@ def test_only_the_hosts_service_publishes_pods_that_are_not_ready() -> None:
     assert child("StatefulSet", "chat-decode")["spec"]["serviceName"] == "chat-decode-hosts"
 
 
-def test_the_config_map_holds_the_contract() -> None:
-    prefill, decode = {"prefixCache": False, "maxWaiting": 7}, {"ranksPerHost": 2, "maxNumSeqs": 5}
-    text = child("ConfigMap", "chat-engine", prefill=prefill, decode=decode)["data"]["config.json"]
-    config = EngineConfig.model_validate_json(text)
-    assert (config.decode.ranks_per_host, config.decode.max_num_seqs) == (2, 5)
-    assert (config.prefill.prefix_cache, config.prefill.max_waiting) == (False, 7)
-    assert config.model.path == "/models/tiny"
-    assert config.discovery is not None
-    assert (config.discovery.namespace, config.discovery.decode_service) == ("ns", "chat-decode")
+WORKLOADS = {"prefill": "StatefulSet", "decode": "StatefulSet", "router": "Deployment"}
+
+
+def template(component: str, **spec: Any) -> dict[str, Any]:
+    return child(WORKLOADS[component], f"chat-{component}", **spec)["spec"]["template"]  # type: ignore[no-any-return]
+
+
+def config(component: str, **spec: Any) -> EngineConfig:
+    return EngineConfig.model_validate_json(template(component, **spec)["metadata"]["annotations"][names.CONFIG])
+
+
+def test_pods_carry_the_contract_as_far_as_they_read_it() -> None:
+    sizes: dict[str, Any] = {
+        "prefill": {"prefixCache": False, "maxWaiting": 7},
+        "decode": {"ranksPerHost": 2, "maxNumSeqs": 5},
+    }
+    prefill, decode, router = (config(component, **sizes) for component in WORKLOADS)
+    assert (prefill.role("prefill").prefix_cache, prefill.role("prefill").max_waiting) == (False, 7)
+    assert (decode.role("decode").ranks_per_host, decode.role("decode").max_num_seqs) == (2, 5)
+    assert (prefill.decode, decode.prefill, router.prefill, router.decode) == (None, None, None, None)
+    assert decode.model.path == "/models/tiny"
+    assert router.discovery is not None
+    assert (router.discovery.namespace, router.discovery.decode_service) == ("ns", "chat-decode")
+
+
+def test_the_configuration_is_mounted_from_the_pod_itself() -> None:
+    # What is shared would change under pods that were sized by the revision before.
+    for component in WORKLOADS:
+        volumes = {v["name"]: v for v in template(component)["spec"]["volumes"]}
+        (item,) = volumes["config"]["downwardAPI"]["items"]
+        assert item["path"] == "config.json"
+        assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{names.CONFIG}']"
+
+
+ALL = {"prefill", "decode", "router"}
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "rolled"),
     [
-        pytest.param({"decode": {"maxNumSeqs": 5}}, id="seats"),
-        pytest.param({"model": {"preset": "tiny", "maxModelLen": 99}}, id="model length"),
-        pytest.param({"drain": {"windowSeconds": 7}}, id="drain window"),
+        pytest.param({"decode": {"maxNumSeqs": 5}}, {"decode"}, id="seats of decode"),
+        pytest.param({"decode": {"hostPoolGiB": 5}}, {"decode"}, id="pool of decode"),
+        pytest.param({"prefill": {"prefixCache": False}}, {"prefill"}, id="prefix cache"),
+        pytest.param({"model": {"preset": "tiny", "maxModelLen": 99}}, ALL, id="model length"),
+        pytest.param({"drain": {"windowSeconds": 7}}, ALL, id="drain window"),
+        pytest.param({"image": "engine:2"}, ALL, id="image"),
+        pytest.param({"restart": "2026-01-02"}, ALL, id="restart"),
+        pytest.param({"decode": {"replicas": 5}, "prefill": {"replicas": 5}}, set(), id="replicas"),
+        pytest.param({"rollout": {"maxUnavailable": 2, "paused": True}}, set(), id="how to roll"),
+        pytest.param({"suspend": True}, set(), id="suspend"),
+        pytest.param({"router": {"service": {"type": "NodePort"}}}, set(), id="service"),
     ],
 )
-def test_a_changed_configuration_rolls_every_pod_that_reads_it(spec: dict[str, Any]) -> None:
-    for kind, name in (("StatefulSet", "chat-prefill"), ("StatefulSet", "chat-decode"), ("Deployment", "chat-router")):
-        before = child(kind, name)["spec"]["template"]["metadata"]["annotations"]
-        assert child(kind, name, **spec)["spec"]["template"]["metadata"]["annotations"] != before
+def test_a_change_rolls_the_pods_that_read_it_and_no_others(spec: dict[str, Any], rolled: set[str]) -> None:
+    assert {component for component in WORKLOADS if template(component) != template(component, **spec)} == rolled
+
+
+@pytest.mark.parametrize(
+    ("spec", "same"),
+    [
+        pytest.param({"image": "engine:2"}, False, id="image"),
+        pytest.param({"model": {"preset": "demo"}}, False, id="preset"),
+        pytest.param({"model": {"path": "/models/a", "volume": {"emptyDir": {}}}}, False, id="checkpoint"),
+        pytest.param({"decode": {"ranksPerHost": 2, "hostPoolGiB": 9}, "restart": "x"}, True, id="size"),
+        pytest.param({"model": {"preset": "tiny", "maxModelLen": 99}}, True, id="model length"),
+    ],
+)
+def test_the_kv_label_changes_with_what_lays_out_kv(spec: dict[str, Any], same: bool) -> None:
+    def label(component: str, **spec: Any) -> str:
+        return template(component, **spec)["metadata"]["labels"][names.KV]  # type: ignore[no-any-return]
+
+    assert label("prefill", **spec) == label("decode", **spec)
+    assert (label("decode", **spec) == label("decode")) is same
+
+
+def test_nothing_runs_while_suspended_and_the_numbers_are_kept() -> None:
+    spec: dict[str, Any] = {"decode": {"replicas": 5}, "suspend": True}
+    assert {child(kind, f"chat-{c}", **spec)["spec"]["replicas"] for c, kind in WORKLOADS.items()} == {0}
+    assert target(**spec).wanted("decode") == 5
+
+
+def test_a_paused_rollout_also_holds_the_router() -> None:
+    assert child("Deployment", "chat-router", rollout={"paused": True})["spec"]["paused"] is True
+    assert "paused" not in child("Deployment", "chat-router")["spec"]
+
+
+def test_replicas_of_several_hosts_are_so_many_pods() -> None:
+    several = dataclasses.replace(target(decode={"replicas": 3}), hosts_per_replica={"decode": 4})
+    sets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "StatefulSet"}
+    assert (sets["chat-decode"]["replicas"], sets["chat-prefill"]["replicas"]) == (12, 1)
+    budgets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "PodDisruptionBudget"}
+    assert (budgets["chat-decode"]["maxUnavailable"], budgets["chat-router"]["maxUnavailable"]) == (4, 1)
 
 
 def test_scaling_does_not_roll_pods() -> None:
@@ -169,7 +239,7 @@ def test_only_routers_get_a_token_of_the_api_server() -> None:
 
 
 def test_a_node_port_is_taken_over() -> None:
-    spec = {"router": {"service": {"type": "NodePort", "nodePort": 30080}}}
+    spec: dict[str, Any] = {"router": {"service": {"type": "NodePort", "nodePort": 30080}}}
     service = child("Service", "chat-router", **spec)["spec"]
     assert (service["type"], service["ports"][0]["nodePort"]) == ("NodePort", 30080)
 

@@ -67,10 +67,10 @@ def test_trouble_is_told_once_with_its_reason_and_without_counts(reason: str) ->
 
 def test_one_refused_object_that_every_part_needs_is_one_event() -> None:
     parts = {
-        "PrefillReady": ("Forbidden", "0/1 prefill replicas ready. cannot patch ConfigMap chat-engine"),
-        "DecodeReady": ("Forbidden", "0/1 decode replicas ready. cannot patch ConfigMap chat-engine"),
-        "RouterReady": ("Forbidden", "0/1 routers ready. cannot patch ConfigMap chat-engine"),
-        "Progressing": ("Forbidden", "cannot patch ConfigMap chat-engine"),
+        "PrefillReady": ("Forbidden", "0/1 prefill replicas ready. cannot patch Secret chat-internal"),
+        "DecodeReady": ("Forbidden", "0/1 decode replicas ready. cannot patch Secret chat-internal"),
+        "RouterReady": ("Forbidden", "0/1 routers ready. cannot patch Secret chat-internal"),
+        "Progressing": ("Forbidden", "cannot patch Secret chat-internal"),
     }
     assert reasons(starting(), status(false={**parts, "Ready": parts["PrefillReady"]})) == [("Warning", "Forbidden")]
 

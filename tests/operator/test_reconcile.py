@@ -158,7 +158,7 @@ async def test_a_missing_permission_is_told_with_verb_and_resource(world: World)
 
 
 async def test_pods_wait_for_what_they_mount(world: World) -> None:
-    world.api.refuse = lambda verb, kind, name: (403, "exceeded quota: q") if kind.kind == "ConfigMap" else None
+    world.api.refuse = lambda verb, kind, name: (403, "exceeded quota: q") if kind.kind == "Secret" else None
     await world.run()
     kinds = {kind for _, kind, _ in world.api.writes}
     assert "StatefulSet" not in kinds

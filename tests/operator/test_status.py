@@ -16,6 +16,7 @@ from glm52_operator import names
 from glm52_operator.api.crd import crd
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid
+from glm52_operator.plan.rollout import REVISION
 from glm52_operator.status.compute import Observed, compute, is_settled
 from glm52_operator.status.conditions import Verdict, merge
 from glm52_operator.status.pods import diagnose
@@ -285,7 +286,6 @@ def test_what_cannot_be_applied_leaves_the_rest_of_the_status_alone() -> None:
         (Failure("Forbidden", "m", "PodDisruptionBudget", "chat-decode"), set()),
         (Failure("Forbidden", "m", "Service", "chat-decode-hosts"), {"DecodeReady"}),
         (Failure("Forbidden", "m", "Role", "chat-router"), {"RouterReady"}),
-        (Failure("Forbidden", "m", "ConfigMap", "chat-engine"), {"PrefillReady", "DecodeReady", "RouterReady"}),
         (Failure("Forbidden", "m", "Secret", "chat-internal"), {"PrefillReady", "DecodeReady", "RouterReady"}),
     ],
 )
@@ -350,6 +350,6 @@ def test_any_cluster_gives_a_status_that_the_schema_takes_and_ready_never_lies(
         assert state["observedGeneration"] >= decode["metadata"]["generation"]
         assert state["replicas"] == state["readyReplicas"] == wanted
         assert state["updatedReplicas"] >= wanted > 0
-        assert state["currentRevision"] == state["updateRevision"]
+        assert {p["metadata"]["labels"][REVISION] for p in decode_pods} <= {state["updateRevision"]}
         assert not [p for p in decode_pods if "deletionTimestamp" in p["metadata"]]
     assert compute({**resource(generation=5), "status": status}, chosen, seen, now=LATER) == status

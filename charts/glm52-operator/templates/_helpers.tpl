@@ -43,7 +43,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [update]
 # Children: a server-side apply needs create and patch.
 - apiGroups: [""]
-  resources: [configmaps, services, serviceaccounts]
+  resources: [services, serviceaccounts]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [statefulsets, deployments]
@@ -58,10 +58,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create]
-# Why pods do not start.
+# Why pods do not start, and the rollout: pods that serve are evicted, so that disruption budgets have a say.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]
+- apiGroups: [""]
+  resources: [pods/eviction]
+  verbs: [create]
 - apiGroups: [""]
   resources: [events]
   verbs: [list]

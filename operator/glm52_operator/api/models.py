@@ -197,6 +197,23 @@ class Drain(_Model):
     )
 
 
+class Rollout(_Model):
+    """How pods of an older revision are replaced."""
+
+    max_unavailable: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Most replicas of one role that a rollout leaves without service at a time; those that are missing "
+        "for other reasons count. A role of one replica has none meanwhile.",
+    )
+    paused: bool = Field(
+        default=False,
+        description="Whether pods of an older revision stay. A pod that goes for another reason comes back as the "
+        "newest.",
+    )
+
+
 class Spec(_Model):
     """Desired state of a deployment."""
 
@@ -215,6 +232,16 @@ class Spec(_Model):
     )
     router: Router = Field(default_factory=Router, description="What takes requests and pairs prefill with decode.")
     drain: Drain = Field(default_factory=Drain, description="How pods are drained before they end.")
+    rollout: Rollout = Field(default_factory=Rollout, description="How a change reaches the pods.")
+    restart: str = Field(
+        default="",
+        max_length=253,
+        description="Any text; another one replaces all pods, drained, as a rollout does. A date says when it was.",
+    )
+    suspend: bool = Field(
+        default=False,
+        description="Whether nothing shall run: all pods are drained and removed, and come back once it is false.",
+    )
 
 
 class Condition(_Model):
@@ -255,7 +282,7 @@ class RoleStatus(_Model):
     updated_replicas: int = Field(
         json_schema_extra={"format": "int32"}, description="Replicas that run the newest revision."
     )
-    selector: str = Field(description="Label selector of the role's pods, as autoscalers read it.")
+    selector: str = Field(description="Label selector of one pod of each replica, its leader, as autoscalers read it.")
     ready: str = Field(description="Ready and desired replicas, for example 1/2.")
     memory: MemoryStatus | None = Field(default=None, description="Host memory of one pod.")
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from glm52_operator import names
 from glm52_operator.ctl.phase import phase
 from glm52_operator.ctl.snapshot import COMPONENTS, Snapshot
+from glm52_operator.plan import pods
 from glm52_operator.plan.resolve import Invalid
-from glm52_operator.status import pods
 from glm52_operator.status.compute import CONDITIONS, PASSING
 from glm52_operator.status.conditions import Verdict
+from glm52_operator.status.pods import diagnose as problem_of
 from glm52_operator.status.workloads import judge
 
 _CAUSES: tuple[tuple[str, ...], ...] = (
@@ -169,7 +170,7 @@ def _pod_problems(seen: Snapshot, component: names.Component) -> list[Finding]:
     """One finding a reason, however many pods have it."""
     by_reason: dict[str, list[tuple[str, str]]] = {}
     for pod in seen.pods[component]:
-        problem = pods.diagnose(pod)
+        problem = problem_of(pod)
         if problem is not None:
             by_reason.setdefault(problem.reason, []).append((pods.name(pod), problem.message))
     return [_grouped(seen, component, reason, hit) for reason, hit in by_reason.items()]

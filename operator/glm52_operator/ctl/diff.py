@@ -65,7 +65,7 @@ def compare(before: Object | None, after: Object) -> Change | None:
     fields = [
         (path, _value(old), _value(new))
         for path, old, new in fields_of(_own(before), _own(after), "")
-        if names.APPLIED_HASH not in path
+        if not path.endswith((names.APPLIED_HASH, names.KV))
     ]
     if not fields:
         return None

@@ -7,14 +7,15 @@ from typing import Any
 
 from glm52_operator.ctl.text import age
 from glm52_operator.desired.target import Object
-from glm52_operator.status import pods
+from glm52_operator.plan import pods
+from glm52_operator.status.pods import diagnose
 
 
 def phase(pod: Object, now: datetime.datetime) -> str:
     """What a pod does now, with the time that a start has taken and may take."""
     if pods.is_leaving(pod):
         return "leaves: finishes its requests first"
-    problem = pods.diagnose(pod)
+    problem = diagnose(pod)
     if problem is not None:
         return problem.reason
     if pods.is_ready(pod):

@@ -147,6 +147,7 @@ _COUNTS = ("observedGeneration", "replicas", "readyReplicas", "updatedReplicas")
 _WORKLOAD = _record(
     {
         "metadata": _METADATA,
+        "spec": _record({"template": _record({"metadata": _METADATA})}),
         "status": _record(
             {
                 **dict.fromkeys(_COUNTS, _number),

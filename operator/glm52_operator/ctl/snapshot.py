@@ -10,7 +10,7 @@ from glm52_operator import names
 from glm52_operator.ctl import shape
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.resolve import Invalid, resolve
-from glm52_operator.status.compute import Observed, workload
+from glm52_operator.status.compute import Observed, workloads
 from glm52_operator.status.workloads import Workload
 
 COMPONENTS: tuple[names.Component, ...] = (*names.ROLES, names.ROUTER)
@@ -60,7 +60,7 @@ class Snapshot:
         """What the operator's own status is made of; None for a specification that it cannot read."""
         if isinstance(self.resolved, Invalid):
             return None
-        return workload(component, self.resolved, Observed(self.workloads, self.pods))
+        return workloads(self.resolved, Observed(self.workloads, self.pods))[component]
 
 
 def snapshot(

@@ -8,8 +8,8 @@ from glm52_operator.ctl.phase import phase, restarts
 from glm52_operator.ctl.snapshot import COMPONENTS, Snapshot
 from glm52_operator.ctl.text import age, table
 from glm52_operator.desired.target import Object
+from glm52_operator.plan import pods
 from glm52_operator.plan.resolve import Invalid
-from glm52_operator.status import pods
 from glm52_operator.status.compute import CONDITIONS, url
 from glm52_operator.status.workloads import judge
 

@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets: a node drain takes one pod of a role at a time."""
+"""PodDisruptionBudgets: a node drain and a rollout together take no more of a role than a rollout alone may."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build_budget(target: Target, component: names.Component) -> Object:
         names.role(target.name, component),
         role_labels(target, component),
         spec={
-            "maxUnavailable": 1,
+            "maxUnavailable": target.disruptable(component),
             # Without it a pod that never gets ready blocks the drain of its node for ever.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": names.selector(target.name, component)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 from glm52_operator import names
 from glm52_operator.desired.access import build_role, build_role_binding, build_service_account
 from glm52_operator.desired.budgets import build_budget
-from glm52_operator.desired.config import build_config_map
 from glm52_operator.desired.engines import build_stateful_set
 from glm52_operator.desired.router import build_router
 from glm52_operator.desired.services import build_hosts_service, build_role_service, build_router_service
@@ -18,7 +17,6 @@ def build(target: Target) -> list[Object]:
         build_service_account(target),
         build_role(target),
         build_role_binding(target),
-        build_config_map(target),
         *(build_hosts_service(target, role) for role in names.ROLES),
         *(build_role_service(target, role) for role in names.ROLES),
         build_router_service(target),

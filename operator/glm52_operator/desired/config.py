@@ -1,4 +1,4 @@
-"""The engine's configuration: the contract rendered into a ConfigMap."""
+"""The engine's configuration: the contract rendered into the pods that read it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from glm52_engine.config import (
     ModelConfig,
 )
 from glm52_operator import names
-from glm52_operator.desired.target import Object, Target, child, labels
+from glm52_operator.desired.target import Object, Target
 
 CONFIG_KEY = CONFIG_PATH.rsplit("/", 1)[1]
 CONFIG_DIR = CONFIG_PATH.rsplit("/", 1)[0]
+READ_ALL = 0o444
 
 
-def engine_config(target: Target) -> EngineConfig:
-    """Everything that the pods share; raises pydantic's ValidationError where the contract is narrower than the API."""
+def engine_config(target: Target, component: names.Component) -> EngineConfig:
+    """What one component reads; raises pydantic's ValidationError where the contract is narrower than the API."""
     model = target.spec.model
     return EngineConfig(
         model=ModelConfig(
@@ -28,32 +29,44 @@ def engine_config(target: Target) -> EngineConfig:
             max_model_len=model.max_model_len,
             weights_gib=model.weights_gib,
         ),
-        prefill=target.role_config("prefill"),
-        decode=target.role_config("decode"),
+        prefill=target.role_config("prefill") if component == "prefill" else None,
+        decode=target.role_config("decode") if component == "decode" else None,
         drain=target.drain_config,
-        discovery=DiscoveryConfig(
-            namespace=target.namespace,
-            prefill_service=names.role(target.name, "prefill"),
-            decode_service=names.role(target.name, "decode"),
-        ),
+        discovery=_discovery(target) if component == names.ROUTER else None,
     )
 
 
-def render(target: Target) -> str:
-    return json.dumps(engine_config(target).model_dump(mode="json"), indent=2, sort_keys=True)
-
-
-def config_hash(target: Target) -> str:
-    """Stands in the pod templates, so that a changed configuration rolls the pods that read it only once."""
-    return hashlib.sha256(render(target).encode()).hexdigest()[:16]
-
-
-def build_config_map(target: Target) -> Object:
-    return child(
-        target,
-        "v1",
-        "ConfigMap",
-        names.config_map(target.name),
-        labels(target, "config"),
-        data={CONFIG_KEY: render(target)},
+def _discovery(target: Target) -> DiscoveryConfig:
+    return DiscoveryConfig(
+        namespace=target.namespace,
+        prefill_service=names.role(target.name, "prefill"),
+        decode_service=names.role(target.name, "decode"),
     )
+
+
+def render(target: Target, component: names.Component) -> str:
+    return json.dumps(engine_config(target, component).model_dump(mode="json", exclude_none=True), sort_keys=True)
+
+
+def volume() -> Object:
+    """The configuration as a file, from the pod's own annotation.
+
+    A ConfigMap would change under the pods of the revision before, and a container that restarts in the middle of a
+    rollout would read a configuration that its memory was not sized for.
+    """
+    path = f"metadata.annotations['{names.CONFIG}']"
+    item = {"path": CONFIG_KEY, "fieldRef": {"apiVersion": "v1", "fieldPath": path}}
+    return {"name": "config", "downwardAPI": {"items": [item], "defaultMode": READ_ALL}}
+
+
+def kv_fingerprint(target: Target) -> str:
+    """Equal for pods that can exchange KV: the model, what may lay its KV out differently, and so the image."""
+    model = target.spec.model
+    parts = {
+        "image": target.image,
+        "preset": model.preset,
+        "path": model.path,
+        "volume": model.volume,
+        "block": EngineConfig.model_fields["block_size"].default,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ from glm52_engine.config import CONFIG_PATH, LIVEZ, MODEL_MOUNT, READYZ, STARTUP
 from glm52_engine.sizing import SHARED_MEMORY, grace_period_seconds, startup_budget_seconds
 from glm52_operator import names
 from glm52_operator.desired import pods
+from glm52_operator.desired.config import kv_fingerprint
 from glm52_operator.desired.target import Object, Target, child, role_labels
 
 CONTAINER = "engine"
@@ -21,13 +22,14 @@ def build_stateful_set(target: Target, role: Role) -> Object:
         names.role(target.name, role),
         role_labels(target, role),
         spec={
-            "replicas": target.replicas(role),
+            "replicas": target.pods(role),
             "serviceName": names.hosts(target.name, role),
             # Pods neither wait for each other at the start nor hold up the update that would repair a broken one.
             "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "RollingUpdate"},
+            # Which pod goes next is planned over both roles, and by whole replicas: see plan.rollout.
+            "updateStrategy": {"type": "OnDelete"},
             "selector": {"matchLabels": names.selector(target.name, role)},
-            "template": pods.template(target, role, _pod(target, role)),
+            "template": pods.template(target, role, _pod(target, role), {names.KV: kv_fingerprint(target)}),
         },
     )
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from glm52_engine.config import API_PORT, TERMINATION_LOG_PATH
 from glm52_engine.sizing import GIB, MIB
 from glm52_operator import names
-from glm52_operator.desired.config import CONFIG_DIR, config_hash
+from glm52_operator.desired import config
 from glm52_operator.desired.secret import TOKEN_DIR
 from glm52_operator.desired.target import Object, Target, role_labels
 
 USER = 10001
 """uid and gid of both images."""
-
-READ_ALL = 0o444
 
 
 def quantity(size: int) -> str:
@@ -58,15 +56,18 @@ def environment() -> list[Object]:
 
 def shared_volumes(target: Target) -> list[Object]:
     return [
-        {"name": "config", "configMap": {"name": names.config_map(target.name), "defaultMode": READ_ALL}},
-        {"name": "internal", "secret": {"secretName": names.internal_secret(target.name), "defaultMode": READ_ALL}},
+        config.volume(),
+        {
+            "name": "internal",
+            "secret": {"secretName": names.internal_secret(target.name), "defaultMode": config.READ_ALL},
+        },
         {"name": "tmp", "emptyDir": {}},
     ]
 
 
 def shared_mounts() -> list[Object]:
     return [
-        {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+        {"name": "config", "mountPath": config.CONFIG_DIR, "readOnly": True},
         {"name": "internal", "mountPath": TOKEN_DIR, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},
     ]
@@ -114,11 +115,11 @@ def spread(target: Target, component: names.Component, revision_label: str) -> l
     ]
 
 
-def template(target: Target, component: names.Component, spec: Object) -> Object:
+def template(target: Target, component: names.Component, spec: Object, labels: dict[str, str] | None = None) -> Object:
+    annotations = {names.CONFIG: config.render(target, component)}
+    if target.spec.restart:
+        annotations[names.RESTART] = target.spec.restart
     return {
-        "metadata": {
-            "labels": role_labels(target, component),
-            "annotations": {names.CONFIG_HASH: config_hash(target)},
-        },
+        "metadata": {"labels": {**role_labels(target, component), **(labels or {})}, "annotations": annotations},
         "spec": spec,
     }

@@ -20,7 +20,8 @@ def build_router(target: Target) -> Object:
         name,
         role_labels(target, "router"),
         spec={
-            "replicas": target.spec.router.replicas,
+            "replicas": target.replicas("router"),
+            **({"paused": True} if target.spec.rollout.paused else {}),
             # The old router leaves only when the new one serves: with one replica there is no gap.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": names.selector(target.name, "router")},

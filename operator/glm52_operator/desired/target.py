@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from glm52_engine.config import MODEL_MOUNT, DrainConfig, Role, RoleConfig
@@ -23,8 +24,26 @@ class Target:
     spec: Spec
     image: str
 
+    hosts_per_replica: Mapping[Role, int] = field(default_factory=dict)
+    """Pods that form one replica; a role that is not named has one."""
+
     def replicas(self, component: names.Component) -> int:
+        """Replicas that shall run now."""
+        return 0 if self.spec.suspend else self.wanted(component)
+
+    def wanted(self, component: names.Component) -> int:
+        """Replicas that shall run unless the deployment is suspended."""
         return getattr(self.spec, component).replicas  # type: ignore[no-any-return]
+
+    def hosts(self, component: names.Component) -> int:
+        return 1 if component == names.ROUTER else self.hosts_per_replica.get(component, 1)
+
+    def pods(self, component: names.Component) -> int:
+        return self.replicas(component) * self.hosts(component)
+
+    def disruptable(self, component: names.Component) -> int:
+        """Pods of a component that may be missing at a time."""
+        return 1 if component == names.ROUTER else self.spec.rollout.max_unavailable * self.hosts(component)
 
     def role_config(self, role: Role) -> RoleConfig:
         own = self.spec.prefill if role == "prefill" else self.spec.decode

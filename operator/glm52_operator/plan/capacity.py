@@ -92,7 +92,7 @@ def demands(target: Target, pods: Mapping[names.Component, Sequence[Object]]) ->
     """What the target needs beyond the nodes that its pods have already."""
     workloads = [*(build_stateful_set(target, role) for role in names.ROLES), build_router(target)]
     return [
-        _demand(component, workload["spec"]["template"]["spec"], target.replicas(component), pods.get(component, ()))
+        _demand(component, workload["spec"]["template"]["spec"], target.pods(component), pods.get(component, ()))
         for component, workload in zip((*names.ROLES, names.ROUTER), workloads, strict=True)
     ]
 

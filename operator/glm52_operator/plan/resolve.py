@@ -47,7 +47,8 @@ def resolve(resource: dict[str, Any], default_image: str | None) -> Target | Inv
         )
     target = Target(name=meta["name"], namespace=meta["namespace"], uid=meta["uid"], spec=spec, image=image)
     try:
-        engine_config(target)
+        for component in (*names.ROLES, names.ROUTER):
+            engine_config(target, component)
     except ValidationError as error:
         return Invalid("InvalidSpec", _sentence(explain(error, "engine configuration")))
     return target

@@ -146,8 +146,8 @@ def _refusal(observed: Object, target: Target, kind: str, name: str) -> Failure 
 
 
 def _blocks(failure: Failure, target: Target) -> bool:
-    """A pod that starts without its configuration or its secret only waits, under a name that is then in the way."""
-    return failure.name in (names.config_map(target.name), names.internal_secret(target.name))
+    """A pod that starts without its secret only waits, under a name that is then in the way."""
+    return failure.name == names.internal_secret(target.name)
 
 
 def _controlled(obj: Object, target: Target) -> bool:

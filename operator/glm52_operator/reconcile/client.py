@@ -117,9 +117,20 @@ class Api:
             subresource=subresource,
         )
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
+        """Only the object of this uid and, where given, of this resource version: else it is refused with a 409."""
+        body = {"preconditions": _preconditions(uid, version), "propagationPolicy": "Background"}
         await self._maybe("delete", kind, namespace, name, method="DELETE", body=body)
+
+    async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
+        """Delete a pod if its disruption budget lets it go; a budget without room refuses it with a 429."""
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"namespace": namespace, "name": name},
+            "deleteOptions": {"preconditions": _preconditions(uid, version)},
+        }
+        await self._send("POST", "create", kind, namespace, name, body=body, subresource="eviction")
 
     async def _maybe(self, verb: str, kind: Kind, namespace: str, name: str, **rest: Any) -> Object | None:
         method = rest.pop("method", "GET")
@@ -172,6 +183,10 @@ class Api:
             raise ApiError(code=response.status, text=_message(data), verb=verb, kind=kind, name=label)
         parsed: Object = json.loads(data)
         return parsed
+
+
+def _preconditions(uid: str, version: str | None) -> Object:
+    return {"uid": uid} if version is None else {"uid": uid, "resourceVersion": version}
 
 
 def _message(data: bytes) -> str:

@@ -42,7 +42,6 @@ CHILDREN: tuple[Kind, ...] = (
     Kind("", "v1", "ServiceAccount", "serviceaccounts"),
     Kind("rbac.authorization.k8s.io", "v1", "Role", "roles"),
     Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings"),
-    Kind("", "v1", "ConfigMap", "configmaps"),
     Kind("", "v1", "Service", "services"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
     Kind("apps", "v1", "Deployment", "deployments"),

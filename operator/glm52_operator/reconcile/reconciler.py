@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from glm52_engine.config import Role
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.capacity import demands
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid, resolve
+from glm52_operator.plan.rollout import plan_for
 from glm52_operator.reconcile.apply import Applied, Applier, failure_of
 from glm52_operator.reconcile.client import Api, ApiError
 from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, EVENT, POD
 from glm52_operator.reconcile.nodes import Nodes
+from glm52_operator.reconcile.rollout import Rolled, Roller
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.status.compute import Observed, compute, is_settled
 from glm52_operator.status.conditions import Verdict
@@ -48,9 +51,11 @@ class Reconciler:
     utcnow: Callable[[], datetime.datetime]
     _told: dict[Key, str] = field(default_factory=dict)
     """The last failure logged per deployment, so that a retry does not repeat it line by line."""
+    roller: Roller = field(init=False)
     _nodes: Nodes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.roller = Roller(self.api, self.store, self.utcnow)
         self._nodes = Nodes(self.api, self.applier.clock)
 
     async def reconcile(self, key: Key, attempt: int) -> Result:
@@ -69,33 +74,50 @@ class Reconciler:
             applied = await self.applier.apply(resolved, complete=_is_complete(resource))
             await self.recorder.record(resource, map(repaired, applied.repaired))
         failures = applied.failures
+        held: dict[Role, str] = {}
+        if isinstance(resolved, Target):
+            rolled = await self._roll_out(key, resource, resolved)
+            failures += rolled.failures
+            held = rolled.held
         self._tell(key, failures)
         if failures and all(failure.transient for failure in failures) and attempt < QUIET_ATTEMPTS:
             return Result(failed=True)
-        observed = await self._observe(key, resolved, failures)
+        observed = await self._observe(key, resolved, failures, held)
         status = compute(resource, resolved, observed, now=self.utcnow())
         written = await self._write_status(key, resource, status)
         if failures or not written:
             return Result(failed=True)
         return Result(requeue_after=None if is_settled(status) or isinstance(resolved, Invalid) else SOON)
 
-    async def _observe(self, key: Key, resolved: Target | Invalid, failures: list[Failure]) -> Observed:
-        components = (*names.ROLES, names.ROUTER)
-        workloads = {component: self._workload(key, component) for component in components}
-        pods: dict[names.Component, list[Object]] = {component: [] for component in components}
+    async def _roll_out(self, key: Key, resource: Object, target: Target) -> Rolled:
+        """The next step of a rollout, if there is one to take now."""
+        workloads: dict[names.Component, Object | None] = {role: self._workload(key, role) for role in names.ROLES}
+        rolled = await self.roller.step(key, plan_for(target, workloads, self._pods(key)).replacements)
+        await self.recorder.record(resource, rolled.notices)
+        return rolled
+
+    def _pods(self, key: Key) -> dict[names.Component, list[Object]]:
+        pods: dict[names.Component, list[Object]] = {component: [] for component in (*names.ROLES, names.ROUTER)}
         for pod in self.store.owned(POD, key):
             role = pod["metadata"]["labels"].get(names.ROLE)
             if role in pods:
                 pods[role].append(pod)
+        return pods
+
+    async def _observe(
+        self, key: Key, resolved: Target | Invalid, failures: list[Failure], held: Mapping[Role, str]
+    ) -> Observed:
+        workloads = {component: self._workload(key, component) for component in (*names.ROLES, names.ROUTER)}
+        pods = self._pods(key)
         events: dict[names.Component, list[str]] = {}
         room = UNOBSERVED
         if isinstance(resolved, Target):
             room = await self._schedulable(resolved, pods)
             for component in names.ROLES:
                 workload = workloads[component]
-                if workload is not None and len(pods[component]) < resolved.replicas(component):
+                if workload is not None and len(pods[component]) < resolved.pods(component):
                     events[component] = await self._create_failures(key, workload)
-        return Observed(workloads=workloads, pods=pods, failures=failures, events=events, schedulable=room)
+        return Observed(workloads=workloads, pods=pods, failures=failures, events=events, schedulable=room, held=held)
 
     async def _schedulable(self, target: Target, pods: dict[names.Component, list[Object]]) -> Verdict:
         """The nodes are asked for only while a pod has none: at rest nothing is listed."""

@@ -53,6 +53,13 @@ class Store:
         self._put(kind, key, obj)
         return True
 
+    def expect_leaving(self, kind: Kind, namespace: str, name: str, uid: str, deadline: str) -> None:
+        """We told an object to go, and the answer did not show it: it leaves, until a newer version of it says more."""
+        known = self.get(kind, namespace, name)
+        if known is not None and known["metadata"].get("uid") == uid:
+            meta = {"deletionTimestamp": deadline, **known["metadata"]}
+            self._put(kind, (namespace, name), {**known, "metadata": meta})
+
     def remove(self, kind: Kind, obj: Object) -> None:
         """An object was deleted. A new one that took its name since stays."""
         key = _key(obj)

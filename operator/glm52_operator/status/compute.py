@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm52_engine.config import API_PORT, Role
@@ -13,13 +13,14 @@ from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid
+from glm52_operator.plan.rollout import Plan, leaders, plan_for
 from glm52_operator.status.conditions import Verdict, merge
 from glm52_operator.status.schedulable import UNOBSERVED
 from glm52_operator.status.workloads import Workload, judge
 
 _TITLES: dict[names.Component, str] = {"prefill": "prefill replicas", "decode": "decode replicas", "router": "routers"}
 CONDITIONS: dict[names.Component, str] = {"prefill": "PrefillReady", "decode": "DecodeReady", "router": "RouterReady"}
-_QUIET = {"AllReady", "ScaledToZero"}
+_QUIET = {"AllReady", "ScaledToZero", "Suspended"}
 PASSING = {"Applying", "Starting", "NotReady", "RollingOut", "Draining"}
 """Reasons that pass by themselves, if nothing is wrong."""
 _BUDGETS = "PodDisruptionBudget"
@@ -34,6 +35,8 @@ class Observed:
     failures: Sequence[Failure] = field(default=())
     events: Mapping[names.Component, Sequence[str]] = field(default_factory=dict)
     schedulable: Verdict = UNOBSERVED
+    held: Mapping[Role, str] = field(default_factory=dict)
+    """Role → why the API server lets none of its pods go now."""
 
 
 def compute(
@@ -42,7 +45,10 @@ def compute(
     """The status to write; equal to what stands there when nothing changed."""
     generation = int(resource["metadata"].get("generation", 1))
     previous = resource.get("status", {})
-    verdicts = _unresolved(resolved, previous) if isinstance(resolved, Invalid) else _verdicts(resolved, observed)
+    parts = {} if isinstance(resolved, Invalid) else workloads(resolved, observed)
+    verdicts = (
+        _unresolved(resolved, previous) if isinstance(resolved, Invalid) else _verdicts(resolved, observed, parts)
+    )
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "conditions": merge(verdicts, previous.get("conditions", []), generation=generation, now=now),
@@ -51,12 +57,11 @@ def compute(
         # Children are left as they are, and so is what is said about them.
         kept = ("url", "upToDate", "hostRam", "prefill", "decode")
         return {**status, **{key: previous[key] for key in kept if key in previous}}
-    workloads = {component: workload(component, resolved, observed) for component in _TITLES}
     status["url"] = url(resolved)
-    status["upToDate"] = _up_to_date(workloads.values())
+    status["upToDate"] = _up_to_date(parts.values())
     status["hostRam"] = ", ".join(f"{role} {gib(resolved.memory(role).per_host)}" for role in names.ROLES)
     for role in names.ROLES:
-        status[role] = _role_status(resolved, role, workloads[role])
+        status[role] = _role_status(resolved, role, parts[role])
     return status
 
 
@@ -66,12 +71,24 @@ def url(target: Target) -> str:
 
 def is_settled(status: Mapping[str, Any]) -> bool:
     """Nothing moves and nothing is wrong: only an event can change that."""
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"])
+    ready = next((c for c in status["conditions"] if c["type"] == "Ready"), None)
+    return ready is not None and (ready["status"] == "True" or ready["reason"] == "Suspended")
 
 
-def workload(component: names.Component, target: Target, observed: Observed) -> Workload:
-    """One part of the deployment, ready to be judged."""
+def workloads(target: Target, observed: Observed) -> dict[names.Component, Workload]:
+    """The parts of the deployment, ready to be judged."""
+    rollout = plan_for(target, observed.workloads, observed.pods)
+    progress = {
+        role: replace(found, waits=observed.held[role]) if role in observed.held else found
+        for role, found in rollout.progress.items()
+    }
+    rollout = replace(rollout, progress=progress)
+    return {component: _workload(component, target, observed, rollout) for component in _TITLES}
+
+
+def _workload(component: names.Component, target: Target, observed: Observed, rollout: Plan) -> Workload:
     found = observed.workloads.get(component)
+    role: Role | None = None if component == "router" else component
     return Workload(
         kind="Deployment" if component == "router" else "StatefulSet",
         name=names.role(target.name, component),
@@ -81,6 +98,9 @@ def workload(component: names.Component, target: Target, observed: Observed) -> 
         pods=observed.pods.get(component, ()),
         failures=[failure for failure in observed.failures if _concerns(failure, component, target.name)],
         events=[*observed.events.get(component, ()), *_replica_failures(found)],
+        view=rollout.views[role] if role else None,
+        progress=rollout.progress[role] if role else None,
+        suspended=target.spec.suspend,
     )
 
 
@@ -94,15 +114,15 @@ def _concerns(failure: Failure, component: names.Component, name: str) -> bool:
     """Whether a refused object keeps this workload from serving; budgets keep none, shared objects keep all."""
     if failure.kind == _BUDGETS:
         return False
-    shared = failure.name in (names.config_map(name), names.internal_secret(name), name)
+    shared = failure.name in (names.internal_secret(name), name)
     own = failure.name == names.role(name, component) or (
         component != "router" and failure.name == names.hosts(name, component)
     )
     return shared or own
 
 
-def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
-    roles = {CONDITIONS[c]: judge(workload(c, target, observed)) for c in _TITLES}
+def _verdicts(target: Target, observed: Observed, parts: Mapping[names.Component, Workload]) -> dict[str, Verdict]:
+    roles = {CONDITIONS[c]: judge(part) for c, part in parts.items()}
     refused = next((failure for failure in observed.failures if failure.config), None)
     config = (
         Verdict(True, "Valid", "The specification can be applied.")
@@ -126,12 +146,15 @@ def _verdicts(target: Target, observed: Observed) -> dict[str, Verdict]:
 def _progressing(roles: Mapping[str, Verdict], failures: Sequence[Failure]) -> Verdict:
     if failures:
         return Verdict(False, failures[0].reason, failures[0].message)
-    stuck = next((v for v in roles.values() if v.reason not in _QUIET | PASSING), None)
+    stuck = next((v for v in roles.values() if v.reason not in _QUIET | PASSING | {"Paused"}), None)
     if stuck is not None:
         return Verdict(False, stuck.reason, f"Waits for this to be solved: {stuck.message}")
     moving = next((v for v in roles.values() if v.reason in PASSING), None)
     if moving is not None:
         return Verdict(True, moving.reason, moving.message)
+    paused = next((v for v in roles.values() if v.reason in ("Paused", "Suspended")), None)
+    if paused is not None:
+        return Verdict(False, paused.reason, paused.message)
     return Verdict(False, "Complete", "Everything is as specified.")
 
 
@@ -157,10 +180,10 @@ def _up_to_date(workloads: Any) -> str:
 def _role_status(target: Target, role: Role, workload: Workload) -> dict[str, Any]:
     memory = target.memory(role)
     return {
-        "replicas": workload.count("replicas"),
+        "replicas": workload.exist,
         "readyReplicas": workload.ready,
         "updatedReplicas": workload.updated,
-        "selector": names.selector_text(target.name, role),
+        "selector": leaders(target, role),
         "ready": f"{workload.ready}/{workload.wanted}",
         "memory": {
             "perHost": gib(memory.per_host),

@@ -8,8 +8,7 @@ from typing import Any
 
 from glm52_engine.config import Outcome, Termination
 from glm52_operator import names
-
-Pod = dict[str, Any]
+from glm52_operator.plan.pods import Pod, is_leaving, is_ready, name
 
 _LOG_TAIL = 600
 """Characters of a last log line that fit a message."""
@@ -25,24 +24,6 @@ class Problem:
 
     reason: str
     message: str
-
-
-def name(pod: Pod) -> str:
-    return str(pod["metadata"]["name"])
-
-
-def is_ready(pod: Pod) -> bool:
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
-
-
-def has_started(pod: Pod) -> bool:
-    """The startup probe has passed: what is missing is readiness."""
-    containers = pod.get("status", {}).get("containerStatuses", [])
-    return bool(containers) and all(container.get("started") for container in containers)
-
-
-def is_leaving(pod: Pod) -> bool:
-    return "deletionTimestamp" in pod["metadata"]
 
 
 def worst(pods: Iterable[Pod]) -> Problem | None:

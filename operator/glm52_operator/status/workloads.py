@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from glm52_operator.desired.target import Object
 from glm52_operator.plan.failures import Failure
-from glm52_operator.status import pods
+from glm52_operator.plan.pods import has_started, is_leaving, is_ready, name
+from glm52_operator.plan.rollout import REVISION, Progress, RoleView, State
 from glm52_operator.status.conditions import Verdict
-
-REVISION_LABEL = {"StatefulSet": "controller-revision-hash"}
+from glm52_operator.status.pods import worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +21,45 @@ class Workload:
     name: str
     title: str
     wanted: int
+    """Replicas."""
     observed: Object | None
     pods: Sequence[Object]
     failures: Sequence[Failure] = field(default=())
     """What the API server refused of the objects that this workload needs."""
     events: Sequence[str] = field(default=())
     """Why its controller could not make pods."""
+    view: RoleView | None = None
+    """Its pods as replicas; a router has none, its pods are its replicas."""
+    progress: Progress | None = None
+    """How far its rollout is."""
+    suspended: bool = False
 
     def count(self, which: str) -> int:
+        """Of pods, as its controller counts them."""
         return int((self.observed or {}).get("status", {}).get(which, 0))
 
     @property
+    def exist(self) -> int:
+        """Whole replicas that exist."""
+        return self.count("replicas") // self.hosts
+
+    @property
     def ready(self) -> int:
-        return self.count("readyReplicas")
+        if self.view is None or self.hosts == 1:
+            return self.count("readyReplicas")
+        return sum(replica.state is State.SERVING for replica in self.view.replicas)
 
     @property
     def updated(self) -> int:
-        """Pods of the newest revision; none while our last change was refused or not yet seen by the controller."""
-        return self.count("updatedReplicas") if self.seen and not self.failures else 0
+        """Replicas of the newest revision; none while our last change was refused or not yet seen by the controller."""
+        if not self.seen or self.failures:
+            return 0
+        return self.count("updatedReplicas") if self.progress is None or self.hosts == 1 else self.progress.newest
+
+    @property
+    def hosts(self) -> int:
+        """Pods of one replica."""
+        return self.view.hosts if self.view is not None else 1
 
     @property
     def seen(self) -> bool:
@@ -50,14 +71,14 @@ class Workload:
 
     @property
     def one_revision(self) -> bool:
-        status = (self.observed or {}).get("status", {})
+        """Whether every pod is of the newest revision.
+
+        A StatefulSet whose pods are not updated by its controller never moves currentRevision: the pods are asked.
+        """
+        revision = (self.observed or {}).get("status", {}).get("updateRevision")
         if self.kind != "StatefulSet":
             return True
-        revision = status.get("updateRevision")
-        if revision != status.get("currentRevision"):
-            return False
-        label = REVISION_LABEL[self.kind]
-        return all(pod["metadata"].get("labels", {}).get(label) == revision for pod in self.pods)
+        return all(pod["metadata"].get("labels", {}).get(REVISION) == revision for pod in self.pods)
 
 
 def judge(workload: Workload) -> Verdict:
@@ -74,12 +95,14 @@ def judge(workload: Workload) -> Verdict:
             "this lasts, "
             "look at kube-controller-manager.",
         )
-    problem = pods.worst(workload.pods)
+    problem = worst(workload.pods)
     if problem is not None:
         return Verdict(False, problem.reason, f"{counts}. {problem.message}")
     moving = _moving(workload, counts)
     if moving is not None:
         return moving
+    if workload.suspended:
+        return Verdict(False, "Suspended", "Nothing runs, since suspend is true. Set it to false to serve again.")
     if workload.wanted == 0:
         text = f"0 {workload.title} are wanted: no request can be served. Scale up to serve."
         return Verdict(False, "ScaledToZero", text)
@@ -88,26 +111,37 @@ def judge(workload: Workload) -> Verdict:
 
 def _moving(workload: Workload, counts: str) -> Verdict | None:
     """The states that pass by themselves, if nothing is wrong."""
-    exist = workload.count("replicas")
-    leaving = sorted(pods.name(pod) for pod in workload.pods if pods.is_leaving(pod))
-    if exist < workload.wanted and workload.events:
+    leaving = sorted(name(pod) for pod in workload.pods if is_leaving(pod))
+    if workload.exist < workload.wanted and workload.events:
         return Verdict(
             False,
             "PodsRefused",
             f"{counts}. {workload.kind} {workload.name} cannot make its pods: {workload.events[-1]}",
         )
-    if not workload.one_revision or workload.updated < workload.wanted <= exist:
-        newest = f"{workload.updated}/{workload.wanted} are of the newest revision, the others are replaced one by one"
-        return Verdict(False, "RollingOut", f"{counts}. {newest}.")
-    if leaving or exist > workload.wanted:
+    if not workload.one_revision or workload.updated < workload.wanted <= workload.exist:
+        return _rolling(workload, counts)
+    if leaving or workload.exist > workload.wanted:
         names = f" ({', '.join(leaving)})" if leaving else ""
         return Verdict(False, "Draining", f"{counts}. Pods that leave finish their requests first{names}.")
-    if workload.ready < workload.wanted or exist < workload.wanted:
-        waiting = sorted((pod for pod in workload.pods if not pods.is_ready(pod)), key=pods.name)
-        started = ", ".join(pods.name(pod) for pod in waiting if pods.has_started(pod))
+    if workload.ready != workload.wanted or workload.exist < workload.wanted:
+        waiting = sorted((pod for pod in workload.pods if not is_ready(pod)), key=name)
+        started = ", ".join(name(pod) for pod in waiting if has_started(pod))
         if started:
             text = f"Pods run, and their readiness probe says no: {started}. See kubectl logs for what they wait for."
             return Verdict(False, "NotReady", f"{counts}. {text}")
-        names = f": {', '.join(map(pods.name, waiting))}" if waiting else ""
+        names = f": {', '.join(map(name, waiting))}" if waiting else ""
         return Verdict(False, "Starting", f"{counts}. Pods are starting{names}. See kubectl logs for how far they are.")
     return None
+
+
+def _rolling(workload: Workload, counts: str) -> Verdict:
+    newest = f"{min(workload.updated, workload.wanted)}/{workload.wanted} are of the newest revision"
+    progress = workload.progress
+    if progress is None or not progress.outdated:
+        return Verdict(False, "RollingOut", f"{counts}. {newest}, the others are being replaced.")
+    if progress.paused:
+        text = f"{newest}; the others stay until rollout.paused is false. A pod that goes comes back as the newest."
+        return Verdict(False, "Paused", f"{counts}. {text}")
+    next_one = progress.outdated[0]
+    waits = f"{next_one} is next and waits: {progress.waits}" if progress.waits else f"{next_one} is next"
+    return Verdict(False, "RollingOut", f"{counts}. {newest}. {waits}.")

@@ -11,7 +11,7 @@ from e2e.kube import Kubectl, Object, condition, is_current, until
 
 pytestmark = pytest.mark.cluster
 
-KINDS = "statefulsets,deployments,services,configmaps,secrets,poddisruptionbudgets,serviceaccounts,roles,rolebindings"
+KINDS = "statefulsets,deployments,services,secrets,poddisruptionbudgets,serviceaccounts,roles,rolebindings"
 
 
 def deployment(name: str, **spec: Any) -> Object:
@@ -64,7 +64,6 @@ def idle(kube: Kubectl) -> str:
 def test_every_child_is_there_and_owned(kube: Kubectl, idle: str) -> None:
     found = children(kube, idle)
     assert set(found) == {
-        "ConfigMap/idle-engine",
         "Secret/idle-internal",
         "ServiceAccount/idle-router",
         "Role/idle-router",
@@ -96,7 +95,6 @@ def test_the_users_object_gets_neither_finalizer_nor_annotation(kube: Kubectl, i
             "service", "idle-decode", {"spec": {"selector": {"glm52.dev/role": "x"}}}, ".spec.selector", id="selector"
         ),
         pytest.param("statefulset", "idle-decode", {"spec": {"replicas": 1}}, ".spec.replicas", id="replicas"),
-        pytest.param("configmap", "idle-engine", {"data": {"config.json": "{}"}}, ".data", id="configuration"),
         pytest.param("role", "idle-router", {"rules": []}, ".rules", id="permissions"),
         pytest.param(
             "service", "idle-router", {"metadata": {"labels": {"glm52.dev/name": None}}}, ".metadata.labels", id="label"
@@ -117,7 +115,7 @@ def test_what_somebody_edits_is_put_back(
     until(f"{kind} {name} {seen} is {before} again", lambda: value() == before, timeout=30, last=value)
 
 
-@pytest.mark.parametrize("child", ["configmap/idle-engine", "service/idle-decode", "statefulset/idle-prefill"])
+@pytest.mark.parametrize("child", ["service/idle-decode", "statefulset/idle-prefill"])
 def test_what_somebody_deletes_is_made_again(kube: Kubectl, idle: str, child: str) -> None:
     kube("delete", child)
     kind, name = child.split("/")
@@ -148,20 +146,20 @@ def test_the_routers_service_changes_its_type_in_place(kube: Kubectl, idle: str)
 def test_somebody_elses_object_is_left_alone_and_named(kube: Kubectl) -> None:
     theirs: Object = {
         "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": "taken-engine"},
-        "data": {"theirs": "1"},
+        "kind": "Secret",
+        "metadata": {"name": "taken-internal"},
+        "data": {"theirs": "MQ=="},
     }
     kube.apply(theirs)
     kube.apply(deployment("taken"))
     message = reason(kube, "taken", "Progressing", "NameTaken")
-    assert "ConfigMap taken-engine" in message
-    found = kube.get("configmap", "taken-engine")
+    assert "Secret taken-internal" in message
+    found = kube.get("secret", "taken-internal")
     assert found is not None
-    assert found["data"] == {"theirs": "1"}
+    assert found["data"] == {"theirs": "MQ=="}
     assert "ownerReferences" not in found["metadata"]
     assert "StatefulSet/taken-decode" not in children(kube, "taken")
-    kube("delete", "configmap", "taken-engine")
+    kube("delete", "secret", "taken-internal")
     reason(kube, "taken", "Progressing", "Complete", timeout=90)
 
 

@@ -252,18 +252,18 @@ async def test_a_child_that_is_no_longer_wanted_goes_and_an_orphan_stays(
     cluster: Cluster, tool: Any, tmp_path: Path
 ) -> None:
     serving(cluster)
-    child = next(c for c in build(target()) if c["kind"] == "ConfigMap")
+    child = next(c for c in build(target()) if c["kind"] == "Service")
     cluster.put({**child, "metadata": {**child["metadata"], "name": "chat-old"}})
     cluster.put({**child, "metadata": {**child["metadata"], "name": "chat-orphan", "ownerReferences": []}})
     _, out, _ = await tool("plan", "--diff", "-f", write(tmp_path))
-    assert out.splitlines()[1:] == ["- ConfigMap chat-old"]
+    assert out.splitlines()[1:] == ["- Service chat-old"]
 
 
 async def test_a_child_of_somebody_else_is_named(cluster: Cluster, tool: Any, tmp_path: Path) -> None:
     serving(cluster)
-    cluster.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "chat-engine", "namespace": "ns"}})
+    cluster.put({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat-router", "namespace": "ns"}})
     _, out, _ = await tool("plan", "--diff", "-f", write(tmp_path))
-    assert "~ ConfigMap chat-engine" in out
+    assert "~ Service chat-router" in out
     assert "belongs to somebody else" in out
 
 

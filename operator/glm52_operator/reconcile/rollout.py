@@ -1,0 +1,72 @@
+"""Carries out one step of a rollout: evicts or deletes what the plan names, if it is still what the plan saw."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from glm52_engine.config import Role
+from glm52_operator.plan.events import Notice
+from glm52_operator.plan.failures import Failure
+from glm52_operator.plan.rollout import Host, Replacement, State
+from glm52_operator.reconcile.apply import failure_of
+from glm52_operator.reconcile.client import Api, ApiError
+from glm52_operator.reconcile.kinds import POD
+from glm52_operator.reconcile.store import Key, Store
+from glm52_operator.status.conditions import timestamp
+
+log = logging.getLogger("glm52.rollout")
+
+_GONE_OR_CHANGED = (404, 409)
+"""Somebody was faster; the pod's own event brings the next pass."""
+_TOO_MANY = 429
+
+
+@dataclass(slots=True)
+class Rolled:
+    failures: list[Failure] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    held: dict[Role, str] = field(default_factory=dict)
+    """What a role waits for, in the API server's words: a disruption budget that has no room."""
+
+
+@dataclass(slots=True)
+class Roller:
+    api: Api
+    store: Store
+    utcnow: Callable[[], datetime.datetime]
+
+    async def step(self, key: Key, replacements: Sequence[Replacement]) -> Rolled:
+        rolled = Rolled()
+        for replacement in replacements:
+            sent = [host for host in replacement.hosts if await self._send_off(key, replacement, host, rolled)]
+            if sent:
+                rolled.notices.append(_notice(replacement, sent))
+                log.info("%s/%s: %s", *key, rolled.notices[-1].note)
+        return rolled
+
+    async def _send_off(self, key: Key, replacement: Replacement, host: Host, rolled: Rolled) -> bool:
+        """Whether the pod was told to go; its preStop hook drains it."""
+        try:
+            if replacement.state is State.SERVING:
+                await self.api.evict(POD, key[0], host.name, uid=host.uid, version=host.version)
+            else:
+                await self.api.delete(POD, key[0], host.name, uid=host.uid, version=host.version)
+        except ApiError as error:
+            if error.code == _TOO_MANY:
+                rolled.held[replacement.role] = f"{host.name} is not let go: {error.text}"
+            elif error.code not in _GONE_OR_CHANGED:
+                rolled.failures.append(failure_of(error))
+            return False
+        deadline = self.utcnow() + datetime.timedelta(seconds=host.grace)
+        self.store.expect_leaving(POD, key[0], host.name, host.uid, timestamp(deadline))
+        return True
+
+
+def _notice(replacement: Replacement, sent: Sequence[Host]) -> Notice:
+    names = ", ".join(host.name for host in sent)
+    how = "drained and " if replacement.state is State.SERVING else "which does not serve, "
+    note = f"{replacement.role} replica {replacement.replica}, {how}replaced by the newest revision: {names}."
+    return Notice("Normal", "Replacing", "Rollout", note)

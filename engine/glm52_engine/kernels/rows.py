@@ -258,7 +258,8 @@ def feed(
 ) -> None:  # fmt: skip
     """Greedy token of every row (the lowest id wins ties) and the inputs of the next step, on the device.
 
-    logits [T, vocab]; out int32 [T], -1 where the greatest logit is infinite or any is NaN; tokens, positions, lengths advance in place where the row is active.
+    logits [T, vocab]; out int32 [T], -1 where the greatest logit is infinite or any is NaN; tokens, positions, lengths
+    advance in place where the row is active.
     """
     _next[(logits.shape[0],)](
         logits,

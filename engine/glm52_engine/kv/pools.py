@@ -1,9 +1,9 @@
 """One rank's KV in host memory: a page-first slab in which a block is one contiguous run of bytes across all layers.
 
 Inside a block: for every layer its MLA rows [block_size, mla_row], then for every full layer its index keys
-[block_size, index_row], then as much as makes the block a whole number of MLA rows, so that every row of a pool lies on
-one grid, as kernels want it. A hand-off therefore copies one run per block, however many layers there are, and blocks of
-host and device are the same bytes.
+[block_size, index_row], then as much as makes the block a whole number of MLA rows, so that every row of a pool lies
+on one grid, as kernels want it. A hand-off therefore copies one run per block, however many layers there are, and
+blocks of host and device are the same bytes.
 """
 
 from __future__ import annotations

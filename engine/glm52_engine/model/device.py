@@ -20,7 +20,6 @@ from glm52_engine.kernels import mla, moe, rows
 from glm52_engine.model.matrix import Matrix, fused, stacked
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
-from glm52_engine.model.weights import under
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class DecodeStep:
 
         def split(matrix: Matrix) -> torch.Tensor:
             out = len(matrix.weight)
-            parts = linear_kernels.splits_for(out)
+            parts = linear_kernels.splits_for(out, batch)
             return empty(parts, batch, out, of=torch.float32 if parts > 1 else dtype)
 
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -179,9 +178,8 @@ class DecodeStep:
         self._a = [split(layer.a) for layer in weights.layers]
         self._b = [split(layer.b) for layer in weights.layers]
         self._o = split(weights.layers[0].o)
-        self._head = empty(
-            linear_kernels.splits_for(weights.head.shape[0]), batch, weights.head.shape[0], of=torch.float32
-        )
+        vocab = len(weights.head)
+        self._head = empty(linear_kernels.splits_for(vocab, batch), batch, vocab, of=torch.float32)
         self._dense = moe.Routed.everything(batch, device)
         self._routed = moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
         inner = [layer.down.weight.shape[2] for layer in weights.layers]
@@ -237,20 +235,21 @@ class DecodeStep:
         if keys is not None:
             index_kernels.scores(
                 self._index_query, self._head_weights, keys.keys, self.table, self.lengths, self._scores,
-                top_k=spec.index_topk,
+                top_k=spec.index_topk, counts=counts[0],
             )  # fmt: skip
             index_kernels.top_k(
                 self._scores, self.lengths, self.table, self._selected, counts,
-                block_size=pool.block_size, block_rows=pool.block_rows,
+                block_size=pool.block_size, block_rows=pool.block_rows, counted=True,
             )  # fmt: skip
         scale = spec.qk_head_dim**-0.5
+        attended = self._attended
         if self._flash:
-            mla.attend_flash(self._query, pool.mla[index], self._selected, self._attended, self._flash, scale=scale)
-        else:
-            mla.attend(
-                self._query, pool.mla[index], self._selected, self.lengths, self._attended, self._work, scale=scale
+            attended = mla.attend_flash(
+                self._query, pool.mla[index], self._selected, attended, self._flash, scale=scale
             )
-        mla.expand(self._attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
+        else:
+            mla.attend(self._query, pool.mla[index], self._selected, self.lengths, attended, self._work, scale=scale)
+        mla.expand(attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
         linear_kernels.linear(self._values.flatten(1), layer.o.weight, self._o, scale=layer.o.scale)
 
     def _mlp(self, layer: LayerWeights) -> torch.Tensor:
@@ -269,16 +268,14 @@ class DecodeStep:
 
 
 def device_weights(spec: ModelSpec, weights: Weights, device: str) -> DeviceWeights:
-    """Fuse and move a checkpoint's tensors, layer by layer so that at most one layer exists twice."""
+    """Fuse and move a checkpoint's tensors, which `weights` gives away: at most one layer exists twice at a time."""
     layers = []
     for index in range(spec.num_hidden_layers):
         prefix = f"model.layers.{index}."
-        tensors = {name: tensor.to(device) for name, tensor in under(weights.tensors, prefix).items()}
-        fp8 = {
-            name.removeprefix(prefix): Fp8Weight(pair.weight.to(device), pair.scale.to(device))
-            for name, pair in weights.fp8.items()
-            if name.startswith(prefix)
-        }
+        names = [name for name in weights.tensors if name.startswith(prefix)]
+        tensors = {name.removeprefix(prefix): weights.tensors.pop(name).to(device) for name in names}
+        kept = [name for name in weights.fp8 if name.startswith(prefix)]
+        fp8 = {name.removeprefix(prefix): _moved(weights.fp8.pop(name), device) for name in kept}
         layers.append(layer_weights(spec, index, tensors, fp8))
     return DeviceWeights(
         spec=spec,
@@ -287,3 +284,7 @@ def device_weights(spec: ModelSpec, weights: Weights, device: str) -> DeviceWeig
         head=weights.tensors["lm_head.weight"].to(device),
         layers=tuple(layers),
     )
+
+
+def _moved(pair: Fp8Weight, device: str) -> Fp8Weight:
+    return Fp8Weight(pair.weight.to(device), pair.scale.to(device))

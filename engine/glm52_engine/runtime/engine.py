@@ -35,7 +35,7 @@ from glm52_engine.runtime.types import (
     Stats,
     Token,
 )
-from glm52_engine.schedule import Admission, Departures, Grant, Limits
+from glm52_engine.schedule import Admission, Departures, Grant, Limits, blocks_for
 
 RETRY_SECONDS = 5
 MOST_RETRY_SECONDS = 60

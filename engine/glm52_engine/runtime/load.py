@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
-from glm52_engine.config import ConfigError, RoleConfig
+from glm52_engine.config import Accelerator, ConfigError, RoleConfig
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
+from glm52_engine.runtime.executor import Executor, HostExecutor
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.runtime.progress import ProgressLines
 from glm52_engine.runtime.rank import StepLimits, intra_op_threads
@@ -27,23 +28,27 @@ log = logging.getLogger(__name__)
 class Parts:
     """What `LocalEngine` is made of."""
 
-    model: Model
-    pools: list[Pool]
+    executors: list[Executor]
     limits: Limits
     step: StepLimits
     layout: dict[str, str | int]
+
+
+STEP_TOKENS: dict[Accelerator, int] = {"cpu": 512, "nvidia": 8192}
+"""Most rows of one step: what a prompt's chunk costs the decodes beside it, against the products' size."""
 
 
 def load_parts(
     path: Path,
     role: RoleConfig,
     *,
+    accelerator: Accelerator,
     max_model_len: int,
     block_size: int,
     on_phase: Callable[[str], None],
     vocab_bound: int | None,
     eos_ids: frozenset[int] | None,
-    step_tokens: int,
+    step_tokens: int | None,
 ) -> Parts:
     """See `LocalEngine.load`."""
     torch.set_num_threads(intra_op_threads())
@@ -55,29 +60,62 @@ def load_parts(
     bound = decodable_bound(path) if vocab_bound is None else vocab_bound
     ends = eos_token_ids(path) if eos_ids is None else eos_ids
     _check_vocabulary(path, spec, bound, ends)
+    limits = Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
+    budget = step_tokens or STEP_TOKENS[accelerator]
+    step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
     on_phase("checking the memory limit")
-    check_memory(role, weights=weight_bytes(spec), limit=memory_limit())
+    check_memory(role, weights=weight_bytes(spec) if accelerator == "cpu" else 0, limit=memory_limit())
+    load = _on_host if accelerator == "cpu" else _on_gpus
+    executors, contract = load(path, spec, kv, role, limits, step, on_phase)
+    return Parts(executors, limits, step, contract)
+
+
+def _on_host(
+    path: Path, spec: ModelSpec, kv: KvLayout, role: RoleConfig, limits: Limits, step: StepLimits,
+    on_phase: Callable[[str], None],
+) -> tuple[list[Executor], dict[str, str | int]]:  # fmt: skip
+    """All ranks compute with the same weights, which lie on the files' pages."""
     on_phase("reading weights")
     weights = load_weights(path, spec, on_progress=ProgressLines("reading weights", on_phase))
     model = Model(spec, weights.tensors)
     on_phase("touching the pools")
-    pools = []
+    pools = [_pool(kv, limits, rank) for rank in range(role.ranks_per_host)]
+    seat = blocks_for(limits.max_model_len, limits.block_size)
+    executors: list[Executor] = [
+        HostExecutor(model, pool, seats=limits.seats, blocks_per_seat=seat, vocab_bound=step.vocab_bound)
+        for pool in pools
+    ]
+    return executors, kv_contract(kv, weights)
+
+
+def _on_gpus(
+    path: Path, spec: ModelSpec, kv: KvLayout, role: RoleConfig, limits: Limits, step: StepLimits,
+    on_phase: Callable[[str], None],
+) -> tuple[list[Executor], dict[str, str | int]]:  # fmt: skip
+    """A GPU for each rank, each with all weights."""
+    from glm52_engine.runtime.device import gpus
+
+    gpus.check_count(role.ranks_per_host)
+    executors: list[Executor] = []
+    contract: dict[str, str | int] = {}
     for rank in range(role.ranks_per_host):
-        pools.append(Pool(kv, blocks))
-        pools[-1].touch()
-        log.info("rank %d: pool of %d blocks, %d tokens", rank, blocks, blocks * block_size)
-    return Parts(
-        model=model,
-        pools=pools,
-        limits=Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting),
-        step=StepLimits(
-            budget=step_tokens,
-            least_prefill=max(1, step_tokens // 4),
-            vocab_bound=bound,
-            eos_ids=ends,
-        ),
-        layout=kv_contract(kv, weights),
-    )
+        said = f"reading weights for rank {rank}"
+        on_phase(said)
+        weights = load_weights(
+            path, spec, device=gpus.device(rank), fp8="keep", on_progress=ProgressLines(said, on_phase)
+        )
+        contract = kv_contract(kv, weights)
+        on_phase(f"pinning the pool of rank {rank}")
+        pool = _pool(kv, limits, rank)
+        executors.append(gpus.executor(rank, spec, weights, pool, role, limits, step))
+    return executors, contract
+
+
+def _pool(kv: KvLayout, limits: Limits, rank: int) -> Pool:
+    pool = Pool(kv, limits.blocks)
+    pool.touch()
+    log.info("rank %d: pool of %d blocks, %d tokens", rank, limits.blocks, limits.blocks * limits.block_size)
+    return pool
 
 
 def kv_contract(kv: KvLayout, weights: Weights) -> dict[str, str | int]:

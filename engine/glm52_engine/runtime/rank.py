@@ -1,7 +1,10 @@
-"""One rank: a thread that owns a KV pool and executes step after step. It decides nothing about who runs.
+"""One rank: a thread that executes step after step. It decides nothing about who runs.
 
 It talks to the event loop through two one-way streets: commands in (`start_sequence`, `abort`), events out (`post`).
 For every sequence it was given, exactly one event ends it; only then are its seat and blocks anybody else's.
+
+With launch-ahead a decode step is started before the tokens of the one before have been looked at, so that the device
+computes while the host tells them. Commands wait until no step is under way: who leaves keeps its blocks that long.
 """
 
 from __future__ import annotations
@@ -12,15 +15,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from glm52_engine.kv.pools import Pool
-from glm52_engine.model import Model, Span, build_step
-from glm52_engine.runtime.sampler import Draw, Sampler
+from glm52_engine.model import Span
+from glm52_engine.runtime.executor import Executor, Work
+from glm52_engine.runtime.sampler import Draw, Sampler, finish_of
 from glm52_engine.runtime.types import Sampling, Token
+from glm52_engine.schedule.launch_ahead import Row, may_lease
 from glm52_engine.schedule.plan import Pending, Planned, plan_step
 from glm52_engine.structured import Matcher
 
@@ -43,12 +47,24 @@ class Running:
     computed: int = 0
     last: Token | None = None
     constraint: Matcher | None = None
+    ended: bool = False
+
+    @property
+    def next_index(self) -> int:
+        """Of the output, counted from 0."""
+        return 0 if self.last is None else self.last.index + 1
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the greatest logit is the next token, whatever came before."""
+        return self.sampling.is_plain_greedy and self.constraint is None and self.choices == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one sequence: more of its prompt, a token, or its end. The end without a token is that of an abort.
+    """News of one sequence: more of its prompt, a token, or its end.
 
+    The end comes with the last token, or without one: after an abort, or when a step that was under way held it up.
     `computed`: leading tokens of the prompt whose KV is certainly there; 0 when that is unknown. `others`: the first
     tokens of the choices behind the first one.
     """
@@ -60,6 +76,15 @@ class Event:
     others: tuple[Token, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step under way. `rows`: whose logits it gives, in their order; `prompts`: what it computes of which prompt."""
+
+    rows: list[Running]
+    prompts: list[tuple[Running, Span]]
+    work: Work
+
+
 @dataclass(slots=True)
 class Counters:
     """Written by the rank's thread only; read anywhere."""
@@ -67,6 +92,7 @@ class Counters:
     prompt_tokens_computed: int = 0
     tokens_generated: int = 0
     steps: int = 0
+    steps_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +111,24 @@ class Rank:
     def __init__(
         self,
         index: int,
-        model: Model,
-        pool: Pool,
+        executor: Executor,
         *,
         seats: int,
-        blocks_per_seat: int,
         limits: StepLimits,
         post: Callable[[list[Event]], None],
+        launch_ahead: bool = False,
     ) -> None:
         self.index = index
         self.counters = Counters()
         self.failure: BaseException | None = None
-        self._model = model
-        self._pool: Pool | None = pool
-        self._block_size = pool.block_size
+        self._executor = executor
+        self._block_size = executor.pool.block_size
         self._limits = limits
         self._post = post
-        self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int64)
+        self._launch_ahead = launch_ahead
         self._sampler = Sampler(seats=seats, vocab_bound=limits.vocab_bound, eos_ids=limits.eos_ids)
         self._running: dict[int, Running] = {}
+        self._ahead: Flight | None = None
         self._commands: deque[Running | str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -127,7 +152,7 @@ class Rank:
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join()
-        self._pool = None
+        self._executor.close()
 
     def seconds_without_progress(self) -> float:
         """Since work arrived or a step ended, whichever was later; 0 without work."""
@@ -135,16 +160,8 @@ class Rank:
         return 0.0 if since is None else time.monotonic() - since
 
     def warm_up(self) -> None:
-        """One real prefill and one real decode on this rank's pool, on the caller's thread, before `start`."""
-        rows = min(2, self._block_size)
-        for start, tokens in ((0, [0] * rows), (min(rows, self._block_size - 1), [0])):
-            if not bool(self._forward([Span(0, start, tokens, True)]).isfinite().all()):
-                raise RuntimeError("the first forward pass gave logits that are not finite: the weights are unusable")
-
-    def _forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        if self._pool is None:
-            raise RuntimeError(f"rank {self.index} was stopped")
-        return self._model.forward(build_step(spans, self._tables, self._block_size), self._pool)
+        """Real steps on this rank's pool, on the caller's thread, before `start`."""
+        self._executor.warm_up()
 
     def _command(self, command: Running | str) -> None:
         with self._wake:
@@ -156,86 +173,134 @@ class Rank:
     def _run(self) -> None:
         torch.set_num_threads(intra_op_threads())
         try:
+            self._executor.enter()
             while self._wait():
                 self.turn()
         except BaseException as error:
             # Nobody joins this thread before the process ends: what killed it must be seen by failure().
             log.exception("rank %d: the step loop ended", self.index)
             self.failure = error
-            self._post([Event(sequence.key, None, True) for sequence in self._running.values()])
+            left = [s for s in self._ahead.rows if s.ended] if self._ahead else []
+            self._post([Event(sequence.key, None, True) for sequence in (*self._running.values(), *left)])
 
     def _wait(self) -> bool:
         """Until there is something to do; False when it is time to stop."""
         with self._wake:
-            if not self._running and not self._commands:
+            if not self._running and not self._commands and self._ahead is None:
                 self._waiting_since = None
                 self._wake.wait_for(lambda: self._commands or self._stopping)
             return not self._stopping
 
     def turn(self) -> None:
-        """Apply what arrived, then one step if anything runs. The thread does nothing else, over and over."""
+        """One step, if there is something to compute. The thread does nothing else, over and over."""
+        flight, self._ahead = self._ahead, None
+        if flight is None:
+            self._apply_commands()
+            if not self._running:
+                return
+            flight = self._launch()
+        if self._launch_ahead and self._may_lease(flight):
+            self._ahead = Flight(flight.rows, [], self._executor.relaunch())
+            self.counters.steps_ahead += 1
+        self._finish(flight)
+
+    def _apply_commands(self) -> None:
         with self._wake:
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
             if isinstance(command, Running):
-                self._tables[command.seat].zero_()
-                self._tables[command.seat, : len(command.blocks)] = torch.tensor(command.blocks)
+                self._executor.begin(
+                    command.seat, command.blocks, arrived=0 if command.last is None else command.computed
+                )
                 output = () if command.last is None else (command.last.id,)
                 self._sampler.begin(command.seat, command.sampling, command.prompt, output, command.constraint)
                 self._running[command.seat] = command
             else:
-                self._end(command)
-        if self._running:
-            self._step()
+                self._abort(command)
 
-    def _end(self, key: str) -> None:
+    def _abort(self, key: str) -> None:
         seat = next((seat for seat, sequence in self._running.items() if sequence.key == key), None)
         if seat is not None:
+            self._executor.settle()
             self._post([Event(key, None, True, self._running.pop(seat).computed)])
 
-    def _step(self) -> None:
+    def _launch(self) -> Flight:
         pending = [Pending(s.seat, s.computed, len(s.prompt), s.priority) for s in self._running.values()]
         plan = plan_step(pending, budget=self._limits.budget, least_prefill=self._limits.least_prefill)
-        sequences = [self._running[planned.seat] for planned in plan]
-        spans = [_span(sequence, planned) for sequence, planned in zip(sequences, plan, strict=True)]
-        logits = self._forward(spans)
-        for sequence, span in zip(sequences, spans, strict=True):
-            if sequence.computed < len(sequence.prompt):
-                sequence.computed = span.end
-                self.counters.prompt_tokens_computed += len(span.tokens)
+        spans = [(self._running[planned.seat], _span(self._running[planned.seat], planned)) for planned in plan]
+        work = self._executor.launch([span for _, span in spans])
+        prompts = [(s, span) for s, span in spans if s.computed < len(s.prompt)]
+        self._executor.keep([span for s, span in prompts if s.prefill_only])
+        return Flight([s for s, span in spans if span.wants_logits], prompts, work)
+
+    def _may_lease(self, flight: Flight) -> bool:
+        rows = [
+            Row(
+                decoding=s.last is not None and not s.prefill_only,
+                greedy=s.greedy,
+                tokens_left=0 if s.ended else s.sampling.max_tokens - s.next_index,
+                room=len(s.blocks) * self._block_size - len(s.prompt) - s.next_index,
+            )
+            for s in flight.rows
+        ]
+        with self._wake:
+            return may_lease(rows if not flight.prompts else [], arrivals=bool(self._commands), stopping=self._stopping)
+
+    def _finish(self, flight: Flight) -> None:
+        """Wait for the step and tell what it brought."""
+        for sequence, span in flight.prompts:
+            sequence.computed = span.end
+            self.counters.prompt_tokens_computed += len(span.tokens)
+        left = [s for s in flight.rows if s.ended]
+        tokens = self._tokens(flight)
+        if any(s.prefill_only for s in flight.rows):
+            self._executor.settle()
         # Counted before its tokens are reported: whoever has a token may read the counters and must find its step.
         self.counters.steps += 1
-        news = [Event(s.key, None, False, s.computed) for s in sequences if s.computed < len(s.prompt)]
-        news += self._sampled([s for s, span in zip(sequences, spans, strict=True) if span.wants_logits], logits)
+        self.counters.tokens_generated += sum(map(len, tokens.values()))
+        news = [Event(s.key, None, False, s.computed) for s, _ in flight.prompts if s.computed < len(s.prompt)]
+        news += [self._told(s, *tokens[s.seat]) for s in flight.rows if not s.ended]
+        news += [Event(s.key, None, True, s.computed) for s in left]
         self._post(news)
         self._waiting_since = time.monotonic()
 
-    def _sampled(self, sequences: Sequence[Running], logits: torch.Tensor) -> list[Event]:
-        """A token for each choice of each; a sequence leaves the rank with its last one."""
+    def _told(self, sequence: Running, token: Token, *others: Token) -> Event:
+        sequence.last = token
+        sequence.ended = token.finish is not None or sequence.prefill_only
+        if sequence.ended:
+            del self._running[sequence.seat]
+        # The step ahead still reads and writes the blocks of a sequence that ends here.
+        over = sequence.ended and self._ahead is None
+        return Event(sequence.key, token, over, sequence.computed, others)
+
+    def _tokens(self, flight: Flight) -> dict[int, list[Token]]:
+        """By seat, a token for each choice of each row that is still somebody's."""
+        rows = flight.rows
+        if all(s.greedy for s in rows):
+            ids = flight.work.greedy() if rows else []
+            return {s.seat: [self._greedy(s, id)] for s, id in zip(rows, ids, strict=True) if not s.ended}
         draws = [
             Draw(
                 row,
                 s.seat,
                 s.sampling,
                 s.seed,
-                index=0 if s.last is None else s.last.index + 1,
+                index=s.next_index,
                 choice=s.sampling.choice + choice,
                 shared=s.choices > 1,
             )
-            for row, s in enumerate(sequences)
+            for row, s in enumerate(rows)
             for choice in range(s.choices)
         ]
-        tokens = iter(self._sampler.sample(logits, draws) if draws else [])
-        events = []
-        for sequence in sequences:
-            sequence.last, *others = itertools.islice(tokens, sequence.choices)
-            ended = sequence.last.finish is not None or sequence.prefill_only
-            if ended:
-                del self._running[sequence.seat]
-            events.append(Event(sequence.key, sequence.last, ended, sequence.computed, tuple(others)))
-        self.counters.tokens_generated += len(draws)
-        return events
+        tokens = iter(self._sampler.sample(flight.work.logits, draws))
+        return {s.seat: list(itertools.islice(tokens, s.choices)) for s in rows}
+
+    def _greedy(self, sequence: Running, id: int) -> Token:
+        index = sequence.next_index
+        if id < 0:
+            return Token(0, index, "error")
+        return Token(id, index, finish_of(id, index, sequence.sampling, self._sampler.eos_ids))
 
 
 def _span(sequence: Running, planned: Planned) -> Span:

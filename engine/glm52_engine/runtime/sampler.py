@@ -16,14 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from glm52_engine.runtime.types import FinishReason, Logprobs, Sampling, Token
+from glm52_engine.runtime.types import GREEDY_BELOW, FinishReason, Logprobs, Sampling, Token
 from glm52_engine.structured import GrammarError, Matcher
 from glm52_engine.structured.masks import forbid
 
 log = logging.getLogger(__name__)
-
-GREEDY_BELOW = 1e-5
-"""Temperatures under this one are greedy, as in vLLM: dividing by them would leave nothing but infinities."""
 
 CANDIDATES = 1024
 """Of so many likeliest tokens a filtered row is drawn; a row whose filters keep more is sorted as a whole."""
@@ -68,7 +65,7 @@ class Sampler:
 
     def __init__(self, *, seats: int, vocab_bound: int, eos_ids: frozenset[int]) -> None:
         self._bound = vocab_bound
-        self._eos = eos_ids
+        self.eos_ids = eos_ids
         self._seats: list[_Seat | None] = [None] * seats
         self._matchers: list[Matcher | None] = [None] * seats
         self._history = _History(seats, vocab_bound)
@@ -84,7 +81,7 @@ class Sampler:
     ) -> None:
         """A sequence takes the seat; `output` is what it has generated elsewhere, which `constraint` has taken in."""
         self._matchers[seat] = None if constraint is None else constraint.fork()
-        ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self._eos)
+        ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else self.eos_ids)
         bias = [pair for pair in sampling.logit_bias if pair[0] < self._bound]
         penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
         self._seats[seat] = _Seat(
@@ -121,7 +118,7 @@ class Sampler:
             Token(
                 token,
                 draw.index,
-                finish_of(token, draw.index, draw.sampling, self._eos) if fine else "error",
+                finish_of(token, draw.index, draw.sampling, self.eos_ids) if fine else "error",
                 logprobs.get(place) if fine else None,
             )
             for place, (token, draw, fine) in enumerate(zip(ids, draws, sound, strict=True))
@@ -162,7 +159,7 @@ class Sampler:
         try:
             matcher.check()
             # The first tokens of several choices leave the seat where it was: each goes on elsewhere.
-            if not draw.shared and not finish_of(token, draw.index, draw.sampling, self._eos):
+            if not draw.shared and not finish_of(token, draw.index, draw.sampling, self.eos_ids):
                 matcher.accept(token)
         except GrammarError as error:
             log.warning("%s", error)

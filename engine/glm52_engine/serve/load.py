@@ -26,6 +26,7 @@ def load_engine(
         max_model_len=config.model.max_model_len,
         block_size=config.block_size,
         on_phase=on_phase,
+        accelerator=config.accelerator,
     )
     engine.start()
     return engine, tokenizer, EngineStopped

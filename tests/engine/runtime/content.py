@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from glm52_engine.kv import Pool
+from glm52_engine.model import Span
 from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.executor import HostExecutor, Work
 
 LETTERS = range(97, 123)
 
@@ -51,6 +53,34 @@ class ContentModel:
             assert -1 not in context, "a row was read that nobody had written"
             logits[index, next_token(context)] = 1
         return logits
+
+
+class LateExecutor(HostExecutor):
+    """A step ahead computes when somebody asks for its tokens: as late as a device may."""
+
+    def relaunch(self) -> Any:
+        assert self._work is not None
+        late = LateWork(self, self._work, self._spans)
+        self._work, self._spans = late, [Span(span.seat, span.end, span.tokens, True) for span in self._spans]  # type: ignore[assignment]
+        return late
+
+    def compute(self, spans: Sequence[Span]) -> list[int]:
+        kept = self._work, self._spans
+        tokens = self.launch(spans).greedy()
+        self._work, self._spans = kept
+        return tokens
+
+
+class LateWork:
+    def __init__(self, executor: LateExecutor, before: Work, spans: Sequence[Span]) -> None:
+        self._executor, self._before, self._spans = executor, before, spans
+        self._tokens: list[int] | None = None
+
+    def greedy(self) -> list[int]:
+        if self._tokens is None:
+            pairs = zip(self._spans, self._before.greedy(), strict=True)
+            self._tokens = self._executor.compute([Span(s.seat, s.end, (token,), True) for s, token in pairs])
+        return self._tokens
 
 
 def turn(engine: LocalEngine) -> None:

@@ -13,10 +13,11 @@ from glm52_engine.checkpoint import load_weights, read_model_spec
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.executor import HostExecutor
 from glm52_engine.runtime.load import kv_contract
 from glm52_engine.runtime.rank import StepLimits
 from glm52_engine.runtime.types import Blocks, Prefilled, Request, Sampling, Token
-from glm52_engine.schedule import Limits
+from glm52_engine.schedule import Limits, blocks_for
 from glm52_engine.tokenizer import decodable_bound, eos_token_ids
 
 BLOCK = 16
@@ -46,18 +47,30 @@ class Maker:
         model: Any = None,
         max_waiting: int = 100,
         prefix_cache: bool = True,
+        launch_ahead: bool = False,
+        executor: type[HostExecutor] = HostExecutor,
     ) -> LocalEngine:
         kv = KvLayout.of(self.spec, BLOCK)
         pools = [Pool(kv, blocks) for _ in range(ranks)]
         for pool in pools:
             pool.touch()
+        step = StepLimits(step_tokens, 16, vocab_bound or self.bound, self.eos if eos_ids is None else eos_ids)
         return LocalEngine(
-            model or self.model,
-            pools,
+            [
+                executor(
+                    model or self.model,
+                    pool,
+                    seats=seats,
+                    blocks_per_seat=blocks_for(max_model_len, BLOCK),
+                    vocab_bound=step.vocab_bound,
+                )
+                for pool in pools
+            ],
             limits=Limits(max_model_len, BLOCK, seats, blocks, self.spec.vocab_size, max_waiting),
-            step=StepLimits(step_tokens, 16, vocab_bound or self.bound, self.eos if eos_ids is None else eos_ids),
+            step=step,
             layout=kv_contract(kv, self.weights),
             prefix_cache=prefix_cache,
+            launch_ahead=launch_ahead,
         )
 
     @asynccontextmanager

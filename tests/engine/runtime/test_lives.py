@@ -1,4 +1,8 @@
-"""Requests that share prefixes, ended at any moment: books that always balance, and KV that is always the prompt's."""
+"""Requests that share prefixes, ended at any moment: books that always balance, and KV that is always the prompt's.
+
+With launch-ahead and without: a step under way computes as late as it may, when its tokens are asked for, so that blocks
+which were given to somebody else too early are written by both.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.types import Blocks, Prefilled, Request, Sampling, Token
-from tests.engine.runtime.content import ContentModel, continuation, stored, turn
+from tests.engine.runtime.content import LETTERS, ContentModel, LateExecutor, continuation, stored, turn
 from tests.engine.runtime.support import BLOCK, Maker, copy_blocks, idle
 
 HEADS = tuple(tuple(range(start, start + 3 * BLOCK)) for start in (30, 100))
 OUTPUT = 6
+END = LETTERS[5]
 
 
 @dataclass
@@ -35,14 +40,24 @@ async def said(engine: LocalEngine, request: Request, blocks: Blocks, first: Tok
     return [token async for token in engine.decode(request, blocks, first)]
 
 
+def expected(request: Request) -> list[int]:
+    """What is said after the prompt, up to the end."""
+    tokens = continuation(request.prompt, OUTPUT)
+    ends = [] if request.sampling.ignore_eos else [place for place, token in enumerate(tokens) if token == END]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
 class Lives(RuleBasedStateMachine):
     maker: Maker
+    launch_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         model = ContentModel(self.maker.spec.vocab_size)
-        small: dict[str, Any] = {"model": model, "max_model_len": 80, "step_tokens": 24, "eos_ids": frozenset()}
+        small: dict[str, Any] = {"model": model, "max_model_len": 80, "step_tokens": 24, "eos_ids": frozenset({END})}
+        if self.launch_ahead:
+            small |= {"launch_ahead": True, "executor": LateExecutor}
         self.source = self.maker.make(ranks=2, seats=2, blocks=9, max_waiting=4, **small)
         self.target = self.maker.make(ranks=1, seats=3, blocks=12, prefix_cache=False, **small)
         self.lives: dict[str, Life] = {}
@@ -71,13 +86,13 @@ class Lives(RuleBasedStateMachine):
 
     @rule(
         head=st.sampled_from(HEADS), shared=st.integers(0, 3 * BLOCK), own=st.integers(1, 20),
-        priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "x"]),
+        priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "x"]), ignore_eos=st.booleans(),
     )  # fmt: skip
-    def arrive(self, head: tuple[int, ...], shared: int, own: int, priority: int, salt: str) -> None:
+    def arrive(self, head: tuple[int, ...], shared: int, own: int, priority: int, salt: str, ignore_eos: bool) -> None:
         self.count += 1
         name = f"r{self.count}"
         prompt = (*head[:shared], *(200 + (self.count + n) % 50 for n in range(own)))
-        sampling = Sampling(OUTPUT, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(OUTPUT, temperature=0.0, ignore_eos=ignore_eos)
         request = Request(name, prompt, sampling, priority=priority, cache_salt=salt)
         life = Life(request, self.task(self.source.prefill(request)))
         self.settle()
@@ -121,7 +136,7 @@ class Lives(RuleBasedStateMachine):
         self.settle()
         for name, life in list(self.lives.items()):
             if life.said is not None and life.said.done():
-                assert [token.id for token in life.said.result()] == continuation(life.request.prompt, OUTPUT)[1:]
+                assert [token.id for token in life.said.result()] == expected(life.request)[1:]
                 del self.lives[name]
 
     @precondition(lambda self: self.lives)
@@ -158,18 +173,19 @@ class Lives(RuleBasedStateMachine):
     def teardown(self) -> None:
         for life in self.lives.values():
             self.end(life, "cancel")
-        # One turn applies the aborts.
-        for engine in (self.source, self.target):
+        # One turn applies the aborts; one before it ends the step under way, which may have been started for nobody.
+        for engine in (self.source, self.target) * 2:
             turn(engine)
-        self.settle()
+            self.settle()
         assert idle(self.source), self.source.stats()
         assert idle(self.target), self.target.stats()
         self.loop.close()
 
 
-def test_lives(maker: Maker) -> None:
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_lives(maker: Maker, launch_ahead: bool) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        type("LivesOfMaker", (Lives,), {"maker": maker}),
+        type("LivesOfMaker", (Lives,), {"maker": maker, "launch_ahead": launch_ahead}),
         settings=settings(max_examples=25, stateful_step_count=40, deadline=None),
     )
 

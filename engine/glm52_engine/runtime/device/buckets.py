@@ -1,0 +1,90 @@
+"""Decode steps of fixed shape, one for each bucket of rows, captured as CUDA graphs where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from glm52_engine.model.device import DecodeStep
+
+LARGEST = 256
+"""Rows of the largest bucket; a step of more decodes runs as several."""
+
+
+def bucket_sizes(seats: int) -> list[int]:
+    """Powers of two, in ascending order, until all seats (at most `LARGEST`) fit one."""
+    sizes = [1]
+    while sizes[-1] < min(seats, LARGEST):
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+class Bucket:
+    """One `DecodeStep`, its graph, and the buffers in pinned memory through which the host talks to it."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        self.step = step
+        self._graph: torch.cuda.CUDAGraph | None = None
+        cuda = step.tokens.is_cuda
+        # Rows × (token, position, seat): one copy to the device for all that the host decides.
+        self._given = torch.zeros(3, step.batch, dtype=torch.int64, pin_memory=cuda)
+        self._sent = torch.cuda.Event() if cuda else None
+        self._taken = torch.zeros(3, step.batch, dtype=torch.int64, device=step.tokens.device)
+        # Two, of exactly the bucket's rows: a step may be started while the host still reads the one before.
+        self._chosen = [torch.zeros(step.batch, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._done = [torch.cuda.Event() if cuda else None for _ in range(2)]
+        self._turn = 0
+
+    def capture(self, pool: Any) -> Any:
+        """Run the step on padding rows, which compiles its kernels, then capture it; returns the graphs' pool."""
+        self.step.active.zero_()
+        self.step.run()
+        if not self.step.tokens.is_cuda:
+            return None
+        torch.cuda.synchronize(self.step.tokens.device)
+        graph = torch.cuda.CUDAGraph()
+        # Another rank's thread may allocate memory meanwhile, which the default mode takes for an error of ours.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.step.run()
+        self._graph = graph
+        return graph.pool()
+
+    def load(self, rows: Sequence[tuple[int, int, int]], tables: torch.Tensor) -> None:
+        """Rows of (token, position, seat) become the next step's; `tables` int32 [seats, blocks] on the device."""
+        count, step = len(rows), self.step
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy before may still read the buffer
+        # Padding rows have seat 0 and position 0: what they read is there, and they write nothing.
+        self._given.zero_()
+        self._given[:, :count] = torch.tensor(rows, dtype=torch.int64).T
+        self._taken.copy_(self._given, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        step.tokens.copy_(self._taken[0])
+        step.positions.copy_(self._taken[1])
+        step.lengths.copy_(self._taken[1] + 1)
+        step.table.copy_(tables[self._taken[2], : step.table.shape[1]])
+        step.active.fill_(count)
+
+    def replay(self) -> int:
+        """Start the step; returns which of the two buffers will hold its tokens."""
+        if self._graph is None:
+            self.step.run()
+        else:
+            self._graph.replay()
+        turn = self._turn = 1 - self._turn
+        self._chosen[turn].copy_(self.step.chosen, non_blocking=True)
+        event = self._done[turn]
+        if event is not None:
+            event.record()
+        return turn
+
+    def chosen(self, turn: int) -> list[int]:
+        """The tokens of every row, padding rows too; waits for the step."""
+        event = self._done[turn]
+        if event is not None:
+            event.synchronize()
+        tokens: list[int] = self._chosen[turn].tolist()
+        return tokens

@@ -1,0 +1,224 @@
+"""A rank's steps on a GPU: decodes as one graph replay, prompts as chunks, blocks mirrored in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from glm52_engine.kv.pools import Pool
+from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
+from glm52_engine.model.prefill import Prefill
+from glm52_engine.model.step import Span
+from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes
+from glm52_engine.runtime.device.mirror import Mirror
+from glm52_engine.runtime.executor import EagerWork, Work, check_finite
+
+log = logging.getLogger(__name__)
+
+TABLE_ELEMENTS = 1 << 24
+"""Most elements of the block tables of one chunk's rows: several prompts share a chunk only below that, since a long
+one's table, repeated for each row, would be larger than its KV."""
+
+SHARED_READS = 4
+"""Rows of one sequence that go through the index scores together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """(token, position, seat) of the decodes in a bucket; the host's picture of the step's inputs."""
+
+    bucket: Bucket
+    rows: tuple[tuple[int, int, int], ...]
+
+
+class DeviceExecutor:
+    """See `Executor`. Computes on the weights' device; on a CPU the same code runs eagerly, in Triton's interpreter."""
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        pool: Pool,
+        *,
+        seats: int,
+        blocks_per_seat: int,
+        vocab_bound: int,
+        step_tokens: int,
+    ) -> None:
+        self.pool = pool
+        self._device = weights.embed.device
+        self._bound = vocab_bound
+        dtype, block = weights.embed.dtype, pool.block_size
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with self._here():
+            self._kv = DevicePool(weights.spec, pool.num_blocks, block, dtype, str(self._device))
+            self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
+            self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int32, device=self._device)
+            self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)
+            self._buckets = {
+                size: Bucket(
+                    DecodeStep(weights, self._kv, batch=size, longest=blocks_per_seat * block, vocab_bound=vocab_bound)
+                )
+                for size in bucket_sizes(seats)
+            }
+        self._blocks: list[tuple[int, ...]] = [()] * seats
+        self._loaded: _Rows | None = None
+        self._expected: _Rows | None = None
+
+    def warm_up(self) -> None:
+        with self._here():
+            graphs = None
+            for size in sorted(self._buckets, reverse=True):
+                # The largest first: the others' memory is part of its own.
+                graphs = self._buckets[size].capture(graphs)
+            block = self.pool.block_size
+            rows = min(2 * SHARED_READS + 1, block)
+            for spans in ([Span(0, 0, [0] * rows, True)], [Span(0, rows - 1, [0], True)]):
+                check_finite(self.launch(spans).logits)
+
+    def enter(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def begin(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
+        with self._here():
+            row = torch.zeros(self._tables.shape[1], dtype=torch.int32)
+            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            self._tables[seat].copy_(row)
+            self._blocks[seat] = tuple(blocks)
+            self._loaded = self._expected = None
+            if arrived:
+                self._mirror.to_device(blocks[: -(-arrived // self.pool.block_size)])
+
+    @torch.inference_mode()
+    def launch(self, spans: Sequence[Span]) -> Work:
+        with self._here():
+            decodes = [place for place, span in enumerate(spans) if len(span.tokens) == 1]
+            largest = max(self._buckets)
+            if len(decodes) == len(spans) <= largest and all(span.wants_logits for span in spans):
+                return self._decode([_row(span) for span in spans])
+            logits: dict[int, torch.Tensor] = {}
+            for first in range(0, len(decodes), largest):
+                part = decodes[first : first + largest]
+                found = self._decode([_row(spans[place]) for place in part]).logits
+                # The next replay writes to the same place.
+                logits |= dict(zip(part, found.clone() if len(decodes) > largest else found, strict=True))
+            chunks = [place for place, span in enumerate(spans) if len(span.tokens) > 1]
+            for group in self._groups([spans[place] for place in chunks]):
+                part, chunks = chunks[: len(group)], chunks[len(group) :]
+                logits |= dict(zip(part, self._chunk(group), strict=True))
+            wanted = [logits[place] for place, span in enumerate(spans) if span.wants_logits]
+            self._loaded = self._expected = None
+            return EagerWork(torch.stack(wanted) if wanted else self._nothing(), self._bound)
+
+    @torch.inference_mode()
+    def relaunch(self) -> Work:
+        last = self._loaded
+        assert last is not None, "the last step was no plain decode"
+        with self._here():
+            self._loaded = _Rows(last.bucket, tuple((-1, position + 1, seat) for _, position, seat in last.rows))
+            self._expected = None
+            return _Replay(self, self._loaded, last.bucket.replay())
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        size = self.pool.block_size
+        with self._here():
+            for span in spans:
+                self._mirror.to_host(self._blocks[span.seat][span.start // size : -(-span.end // size)])
+
+    def settle(self) -> None:
+        self._mirror.settle()
+
+    def close(self) -> None:
+        if not self._buckets:
+            return
+        self.settle()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # Graphs hold the memory that they write to.
+        self._buckets.clear()
+        del self.pool, self._mirror, self._kv, self._prefill
+
+    def _decode(self, rows: list[tuple[int, int, int]]) -> _Replay:
+        bucket = self._buckets[next(size for size in self._buckets if size >= len(rows))]
+        wanted = _Rows(bucket, tuple(rows))
+        # A step leaves its own successor's inputs on the device: nothing is to be sent where the host wants just that.
+        if wanted != self._expected:
+            bucket.load(rows, self._tables)
+        self._loaded, self._expected = wanted, None
+        return _Replay(self, wanted, bucket.replay())
+
+    def _groups(self, chunks: list[Span]) -> Iterator[list[Span]]:
+        """Chunks that go through one pass, so that short prompts share their weights' way through the card."""
+        group: list[Span] = []
+        for span in chunks:
+            joined = [*group, span]
+            rows, longest = sum(len(s.tokens) for s in joined), max(s.end for s in joined)
+            if group and rows * self._width(longest) > TABLE_ELEMENTS:
+                yield group
+                joined = [span]
+            group = joined
+        if group:
+            yield group
+
+    def _width(self, longest: int) -> int:
+        return -(-longest // self.pool.block_size)
+
+    def _chunk(self, spans: list[Span]) -> torch.Tensor:
+        """Logits of every span's last row, [spans, vocab_size]."""
+        device, counts = self._device, [len(span.tokens) for span in spans]
+        longest = max(span.end for span in spans)
+        flat = torch.tensor([list(range(sum(counts))), [token for span in spans for token in span.tokens]])
+        starts = torch.tensor([span.start for span in spans]).repeat_interleave(torch.tensor(counts))
+        ends = torch.tensor(counts).cumsum(0)
+        firsts = (ends - torch.tensor(counts)).repeat_interleave(torch.tensor(counts))
+        tables = self._tables[:, : self._width(longest)]
+        if len(spans) == 1:
+            table = tables[spans[0].seat].expand(counts[0], -1)
+        else:
+            seats = torch.tensor([span.seat for span in spans]).repeat_interleave(torch.tensor(counts))
+            table = tables[seats.to(device)]
+        aligned = all(count % SHARED_READS == 0 for count in counts[:-1])
+        return self._prefill.run(
+            flat[1].to(device), (flat[0] - firsts + starts).to(device), table, longest, (ends - 1).to(device),
+            together=SHARED_READS if aligned else 1,
+        )  # fmt: skip
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.empty(0, 1, device=self._device)
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        """On the executor's device and stream."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+
+
+class _Replay:
+    """A decode step on its way."""
+
+    def __init__(self, executor: DeviceExecutor, given: _Rows, turn: int) -> None:
+        self._executor, self._given, self._turn = executor, given, turn
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self._given.bucket.step.logits[: len(self._given.rows)]
+
+    def greedy(self) -> list[int]:
+        tokens = self._given.bucket.chosen(self._turn)[: len(self._given.rows)]
+        if self._executor._loaded is self._given:
+            rows = zip(tokens, self._given.rows, strict=True)
+            self._executor._expected = _Rows(
+                self._given.bucket, tuple((token, position + 1, seat) for token, (_, position, seat) in rows)
+            )
+        return tokens
+
+
+def _row(span: Span) -> tuple[int, int, int]:
+    return span.tokens[0], span.start, span.seat

@@ -1,0 +1,53 @@
+"""The same KV blocks in host memory and on a device: copies of whole blocks in both directions, beside the compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+def runs(blocks: Sequence[int]) -> Iterator[slice]:
+    """Block ids in as few slices of neighbours as their order allows."""
+    start = 0
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+            yield slice(blocks[start], blocks[end - 1] + 1)
+            start = end
+
+
+class Mirror:
+    """`host` and `device`: uint8 [blocks, block_bytes], block i of one standing for block i of the other.
+
+    Copies run in order on a stream of their own. On a machine without one they are done when the call returns.
+    """
+
+    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        if host.shape != device.shape:
+            raise ValueError(f"blocks of host and device differ: {tuple(host.shape)} and {tuple(device.shape)}")
+        self._host, self._device = host, device
+        self._stream = torch.cuda.Stream(device.device) if device.is_cuda else None
+
+    def to_device(self, blocks: Sequence[int]) -> None:
+        """Whatever is started on the current stream afterwards finds the blocks."""
+        self._copy(self._device, self._host, blocks)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
+
+    def to_host(self, blocks: Sequence[int]) -> None:
+        """Copies what the current stream has written so far; the bytes are there after `settle`."""
+        self._copy(self._host, self._device, blocks)
+
+    def settle(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, to: torch.Tensor, of: torch.Tensor, blocks: Sequence[int]) -> None:
+        if self._stream is None:
+            for run in runs(blocks):
+                to[run].copy_(of[run])
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device.device))
+        with torch.cuda.stream(self._stream):
+            for run in runs(blocks):
+                to[run].copy_(of[run], non_blocking=True)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.chain import CHAINED, after_previous, fetch_ahead
 
 BLOCK = 128
 """Rows and columns that share one scale in an FP8 block checkpoint."""
@@ -22,13 +22,16 @@ def _linear(
     x, w, scale, out, rows, n_total, k_total, x_stride, out_split, out_row, splits,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)
     per = tl.cdiv(k_total, splits * BK) * BK
     first = split * per
+    line: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
+    ahead = tl.minimum(first + tl.arange(0, 8) * line, k_total - 1)
+    fetch_ahead(w + tl.minimum(n, n_total - 1).to(tl.int64)[:, None] * k_total + ahead[None, :], PDL)
+    after_previous(PDL)
     n_in, m_in = n < n_total, m < rows
     w_at = w + n.to(tl.int64)[:, None] * k_total + k[None, :]
     x_at = x + m[None, :] * x_stride + k[:, None]
@@ -46,12 +49,22 @@ def _linear(
     tl.store(at, acc.to(out.dtype.element_ty), n_in[:, None] & m_in[None, :])
 
 
-def splits_for(n: int, *, block_n: int = 64, processors: int = 132) -> int:
-    """How often to split K so that every multiprocessor has work: measured best at one to two programs each."""
+def splits_for(n: int, rows: int, *, processors: int = 132) -> int:
+    """How often to split K so that every multiprocessor has work.
+
+    Measured best on an H200: at least two programs each for few rows; two thirds of one for many, whose partial
+    results are large.
+    """
+    tiles, wanted = (-(-n // 64), 2 * processors) if rows <= 16 else (-(-n // _block_n(n, rows)), processors * 2 // 3)
     splits = 1
-    while -(-n // block_n) * splits < processors and splits < 8:
+    while tiles * splits < wanted and splits < 8:
         splits *= 2
     return splits
+
+
+def _block_n(n: int, rows: int) -> int:
+    """Rows of the weights a program takes: with many tokens, twice as many halve how often the tokens are read."""
+    return 128 if rows > 16 and n >= 4096 else 64
 
 
 def linear(
@@ -60,10 +73,10 @@ def linear(
     out: torch.Tensor,
     *,
     scale: torch.Tensor | None = None,
-    block_n: int = 64,
+    block_n: int | None = None,
     block_k: int | None = None,
-    stages: int = 4,
-    warps: int = 4,
+    stages: int | None = None,
+    warps: int | None = None,
 ) -> None:
     """out[s] = split s of x @ weight.T.
 
@@ -72,9 +85,12 @@ def linear(
     """
     splits, rows, n = out.shape
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    if block_k is None:
-        # Measured on an H200; the scales of FP8 blocks want whole blocks.
-        block_k = 64 if scale is None and (rows > 16 or x.shape[1] <= 2048) else 128
+    # Measured on an H200; the scales of FP8 blocks want whole blocks.
+    wide, short = scale is None and rows > 16, x.shape[1] <= 2048
+    block_n = block_n or (_block_n(n, rows) if wide and not short else 64)
+    block_k = block_k or (64 if wide and short else 128)
+    stages = stages or (3 if scale is None and rows <= 16 else 4)
+    warps = warps or (8 if block_n == 128 else 4)
     grid = (triton.cdiv(n, block_n), splits, triton.cdiv(rows, block_m))
     _linear[grid](
         x, weight, scale, out, rows, n, x.shape[1], x.stride(0), out.stride(0), out.stride(1), splits,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.chain import CHAINED, after_previous, fetch_ahead
 from glm52_engine.kernels.rows import _rotated
 
 LOG2E = 1.4426950408889634
@@ -18,9 +18,9 @@ def _absorb(
     b, kv_b, cos, sin, query, index_query,
     rows, b_split, b_row, head_width, nope, latent, index_at,
     SPLITS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX: tl.constexpr, ROPE2: tl.constexpr,
-    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
     part = tl.program_id(0)
     tile = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -28,11 +28,16 @@ def _absorb(
     m64 = m.to(tl.int64)
     pair = tl.arange(0, ROPE2)
     row_width = latent + 2 * ROPE2
+    c_at = tile * BL + tl.arange(0, BL)
+    k = tl.arange(0, BK)
+    w_at = kv_b + (part * (nope + V) + k).to(tl.int64)[None, :] * latent + c_at[:, None]
     if (part < HEADS) & (tile * BL < latent):
-        c_at = tile * BL + tl.arange(0, BL)
-        k = tl.arange(0, BK)
-        at = kv_b + (part * (nope + V) + k).to(tl.int64)[None, :] * latent + c_at[:, None]
-        weight = tl.load(at, (k < nope)[None, :] & (c_at < latent)[:, None], other=0.0)
+        ahead = tile * BL + tl.arange(0, BL // LINE) * LINE
+        rows_ahead = (part * (nope + V) + tl.minimum(k, nope - 1)).to(tl.int64)
+        fetch_ahead(kv_b + rows_ahead[:, None] * latent + ahead[None, :], PDL)
+    after_previous(PDL)
+    if (part < HEADS) & (tile * BL < latent):
+        weight = tl.load(w_at, (k < nope)[None, :] & (c_at < latent)[:, None], other=0.0)
         q = tl.zeros((BK, BM), tl.float32)
         for split in tl.static_range(SPLITS):
             q_at = b + split * b_split + m64[None, :] * b_row + part * head_width + k[:, None]
@@ -96,7 +101,8 @@ def absorb(
         b, kv_b, cos, sin, query, query if index_query is None else index_query,
         rows, b.stride(0), b.stride(1), nope + rope, nope, latent, heads * (nope + rope),
         SPLITS=splits, HEADS=heads, INDEX_HEADS=max(1, index_heads), INDEX=index_dim, ROPE2=rope // 2, V=value,
-        COPIES=copies, BM=block_m, BL=block_l, BK=triton.next_power_of_2(nope), num_warps=warps, **CHAINED,
+        COPIES=copies, BM=block_m, BL=block_l, BK=triton.next_power_of_2(nope),
+        LINE=min(block_l, 128 // kv_b.element_size()), num_warps=warps, **CHAINED,
     )  # fmt: skip
 
 
@@ -169,28 +175,21 @@ def flash_usable(heads: int, latent: int, rope: int, device: torch.device) -> bo
 
 def attend_flash(
     query: torch.Tensor, pool: torch.Tensor, selected: torch.Tensor, out: torch.Tensor, parts: int, *, scale: float
-) -> None:  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """`attend` by the FlashMLA package: query [T × S, H, latent + rope], each query S times, one for each part of K.
 
-    A part is one query with K / S rows to look at: that fills the multiprocessors when there are few queries.
+    A part is one query with K / S rows to look at: that fills the multiprocessors when there are few queries. The
+    result is in `out`, or of one part in a tensor that the package allocates.
     """
     rows, heads, latent = out.shape
     indices = selected.view(rows * parts, 1, selected.shape[1] // parts)
     partial, _, lse = flash_mla_sparse_fwd(query, pool.unsqueeze(1), indices, scale, latent, use_legacy=True)
     if parts == 1:
-        out.copy_(partial)
-    else:
-        _merge_lse[(rows, heads)](
-            partial,
-            lse,
-            out,
-            HEADS=heads,
-            SPLITS=parts,
-            LATENT=latent,
-            LOG2E=LOG2E,
-            num_warps=2,
-            **CHAINED,
-        )
+        return partial
+    _merge_lse[(rows, heads)](
+        partial, lse, out, HEADS=heads, SPLITS=parts, LATENT=latent, LOG2E=LOG2E, num_warps=2, **CHAINED,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -273,17 +272,8 @@ def attend(
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads)](
-            parts,
-            peak,
-            total,
-            out,
-            HEADS=heads,
-            SPLITS=splits,
-            LATENT=latent,
-            BS=splits,
-            num_warps=2,
-            **CHAINED,
-        )
+            parts, peak, total, out, HEADS=heads, SPLITS=splits, LATENT=latent, BS=splits, num_warps=2, **CHAINED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -291,12 +281,15 @@ def _expand(
     attended, kv_b, out, rows, nope, latent,
     HEADS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
     head = tl.program_id(0)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     m64 = m.to(tl.int64)
     k = tl.arange(0, BK)
+    ahead = tl.minimum(tl.arange(0, 8) * 64, latent - 1)
+    rows_ahead = (head * (nope + V) + nope + tl.minimum(v, V - 1)).to(tl.int64)
+    fetch_ahead(kv_b + rows_ahead[:, None] * latent + ahead[None, :], PDL)
+    after_previous(PDL)
     acc = tl.zeros((BV, BM), tl.float32)
     for start in range(0, latent, BK):
         at = kv_b + (head * (nope + V) + nope + v).to(tl.int64)[:, None] * latent + start + k[None, :]

@@ -97,7 +97,7 @@ class Prefill:
         out = normed.new_empty(count, heads, latent)
         scale = spec.qk_head_dim**-0.5
         if self._flash:
-            mla.attend_flash(query, pool.mla[index], selected, out, 1, scale=scale)
+            out = mla.attend_flash(query, pool.mla[index], selected, out, 1, scale=scale)
         else:
             mla.attend(query, pool.mla[index], selected, lengths, out, None, scale=scale)
         values = normed.new_empty(count, heads, spec.v_head_dim)
@@ -112,15 +112,15 @@ class Prefill:
         scores = query.new_empty((min(_SCORE_ROWS, len(query)), longest), dtype=torch.float32)
         for first in range(0, len(query), _SCORE_ROWS):
             part = slice(first, first + _SCORE_ROWS)
+            # `top_k` zeroes the second buffer only as far as this tile's rows: the next tile may have more.
+            self._counts[0].zero_()
             index_kernels.scores(
                 query[part], keys.head_weights[part], keys.keys, table[part], lengths[part], scores[: len(query[part])],
-                top_k=spec.index_topk, together=together,
+                top_k=spec.index_topk, counts=self._counts[0], together=together,
             )  # fmt: skip
-            # The kernel zeroes the second buffer only as far as this tile's rows: the next tile may have more.
-            self._counts[0].zero_()
             index_kernels.top_k(
                 scores[: len(query[part])], lengths[part], table[part], selected[part], self._counts,
-                block_size=pool.block_size, block_rows=pool.block_rows,
+                block_size=pool.block_size, block_rows=pool.block_rows, counted=True,
             )  # fmt: skip
 
     def _values(self, matrix: Matrix) -> torch.Tensor:

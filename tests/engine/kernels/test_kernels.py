@@ -98,21 +98,36 @@ def test_index_scores_of_paged_keys(device: str, dtype: torch.dtype, gpu: bool) 
     assert out[1].isnan().all()
 
 
-def test_index_scores_of_rows_that_share_a_context(device: str, dtype: torch.dtype, gpu: bool) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_index_scores_of_rows_that_share_a_context(device: str, dtype: torch.dtype, gpu: bool, fp8: bool) -> None:
     heads, dim, k, length = (32, 128, 2048, 2300) if gpu else (16, 32, 16, 40)
     paged = Paged([length], dim, device, dtype)
     lengths = torch.arange(length - 5, length + 1, dtype=torch.int32, device=device)
     query = torch.randn(6, heads, dim, device=device).to(dtype)
     weights = torch.randn(6, heads, device=device)
     out = torch.full((6, length), torch.nan, device=device)
+    scales = None
+    if fp8:
+        paged.cache = paged.cache.to(torch.float8_e4m3fn)
+        scales = torch.rand(paged.cache.shape[:2], device=device) + 0.5
+    counts = index.top_k_counts(6, device)
+    table = paged.table.expand(6, -1)
     index.scores(
-        query, weights, paged.cache, paged.table.expand(6, -1), lengths, out, top_k=k, together=4,
+        query, weights, paged.cache, table, lengths, out, top_k=k, key_scales=scales, counts=counts[0], together=4,
         block_l=128 if gpu else 16,
     )  # fmt: skip
-    want = index_scores(query[None], weights[None], paged.context(0)[None])[0]
+    context = paged.context(0).float()
+    if scales is not None:
+        context *= scales.flatten()[paged.slots(0, torch.arange(length, device=device)).long()][:, None]
+    want = index_scores(query[None], weights[None], context[None])[0]
     for row, n in enumerate(lengths.tolist()):
         close(out[row, :n], want[row, :n])
         assert out[row, n:].isnan().all()
+    chosen = [torch.full((6, k), -7, dtype=torch.int32, device=device) for _ in range(2)]
+    index.top_k(out, lengths, table, chosen[0], counts, block_size=BLOCK_SIZE, block_rows=BLOCK_SIZE, counted=True)
+    anew = counts[1], counts[0].zero_()
+    index.top_k(out, lengths, table, chosen[1], anew, block_size=BLOCK_SIZE, block_rows=BLOCK_SIZE)
+    assert torch.equal(*chosen), "first digits that were counted with the scores are those of a pass of their own"
 
 
 @pytest.mark.parametrize("kind", ["random", "plateau", "equal", "both zeros"])
@@ -167,7 +182,7 @@ def test_attention_over_selected_rows(device: str, dtype: torch.dtype, gpu: bool
     if mla.flash_mla_sparse_fwd is not None and gpu:
         flash = torch.full_like(out, torch.nan)
         copies = query.repeat_interleave(splits, 0)
-        mla.attend_flash(copies, flat, selected, flash, splits, scale=scale)
+        flash = mla.attend_flash(copies, flat, selected, flash, splits, scale=scale)
         close(flash[2], out[2])  # its last part has fewer rows than the others
         close(flash, out)
     for row in range(3):

@@ -64,7 +64,7 @@ def on_device(checkpoint: Path, kept: Fp8) -> DeviceWeights:
 
 def test_prefill_and_decode_are_the_plain_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "BLOCK", BLOCK)
-    monkeypatch.setattr(linear, "splits_for", lambda n: 2)  # eight programs where two show the same
+    monkeypatch.setattr(linear, "splits_for", lambda n, rows: 2)  # eight programs where two show the same
     plain = Ours(checkpoint)
     both = on_device(checkpoint, "dequantize"), on_device(checkpoint, "keep")
     pool = DevicePool(both[0].spec, plain.pool.num_blocks, BLOCK, torch.float32, "cpu")

@@ -16,6 +16,10 @@ class Settings:
     health_host: str = "0.0.0.0"
     health_port: int = 8080
     workers: int = 4
+    lease: tuple[str, str] | None = None
+    """Namespace and name of the Lease by which one of several processes acts; None: this one acts alone."""
+    identity: str = ""
+    """Who holds the lease: the same after a restart of the same pod, never the same for two pods."""
 
     @property
     def scopes(self) -> tuple[str | None, ...]:

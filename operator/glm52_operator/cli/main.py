@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +28,17 @@ def parser() -> argparse.ArgumentParser:
         help="serve this namespace only; may be repeated (GLM52_NAMESPACES, comma-separated); default: all",
     )
     run.add_argument("--resync-seconds", type=float, default=60.0, help="seconds between two full lists (60)")
+    run.add_argument(
+        "--lease",
+        type=_namespaced,
+        metavar="NAMESPACE/NAME",
+        help="act only while holding this Lease, so that of several processes one does; default: act alone",
+    )
+    run.add_argument(
+        "--identity",
+        default=os.environ.get("GLM52_IDENTITY") or f"{socket.gethostname()}_{uuid.uuid4()}",
+        help="who holds the lease; the same after a restart of a pod, another in each pod (GLM52_IDENTITY)",
+    )
     run.add_argument("--health-host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics (all)")
     run.add_argument("--health-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
     run.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -34,6 +47,13 @@ def parser() -> argparse.ArgumentParser:
     crd.add_argument("--check", action="store_true", help="change nothing; fail if a file is not what would be written")
     crd.add_argument("--root", type=Path, default=Path(), help="root of the repository (.)")
     return top
+
+
+def _namespaced(text: str) -> tuple[str, str]:
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAMESPACE/NAME")
+    return namespace, name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

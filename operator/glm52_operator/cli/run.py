@@ -24,13 +24,15 @@ def run(arguments: argparse.Namespace) -> int:
         resync_seconds=arguments.resync_seconds,
         health_host=arguments.health_host,
         health_port=arguments.health_port,
+        lease=arguments.lease,
+        identity=arguments.identity,
     )
     asyncio.run(_run(settings))
     return 1
 
 
 async def _run(settings: Settings) -> None:
-    code = await Operator(settings, await Api.connect()).run()
+    code = await Operator(settings, await Api.connect(settings.identity)).run()
     # Everything of ours is closed. After a failed watch some of kopf's streams ignore their cancellation, and the event
     # loop would wait for them for ever instead of ending the process.
     logging.shutdown()

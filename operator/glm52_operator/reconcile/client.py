@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -18,9 +19,10 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object
-from glm52_operator.reconcile.kinds import Kind
+from glm52_operator.reconcile.kinds import LEASE, Kind
 
 _APPLY = "application/apply-patch+yaml"
+_READS = frozenset({"get", "list"})
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 MANAGED_SELECTOR = f"{names.MANAGED_BY}={names.MANAGER}"
@@ -41,14 +43,17 @@ class ApiError(Exception):
 class Api:
     """Requests of the operator; every write carries the same field manager."""
 
-    def __init__(self, client: k8s.ApiClient) -> None:
+    def __init__(self, client: k8s.ApiClient, identity: str = "") -> None:
         self._client = client
-        client.user_agent = names.MANAGER
+        # The audit log tells one operator from another.
+        client.user_agent = f"{names.MANAGER} ({identity})" if identity else names.MANAGER
+        self.may_write: Callable[[], bool] = lambda: True
+        """Asked right before every write but those of the lease: whether this process is still the one that acts."""
         self.on_answer: Callable[[str, Kind, int], None] = lambda verb, kind, code: None
         """Told of every request when it is over; code 0: it did not reach the API server."""
 
     @classmethod
-    async def connect(cls) -> Api:
+    async def connect(cls, identity: str = "") -> Api:
         """Inside a pod by its service account, elsewhere by KUBECONFIG."""
         configuration = k8s.Configuration()
         try:
@@ -57,7 +62,7 @@ class Api:
             await k8s_config.load_kube_config(  # type: ignore[no-untyped-call]
                 client_configuration=configuration, persist_config=False
             )
-        return cls(k8s.ApiClient(configuration))
+        return cls(k8s.ApiClient(configuration), identity)
 
     async def close(self) -> None:
         await self._client.close()  # type: ignore[no-untyped-call]
@@ -132,6 +137,29 @@ class Api:
         }
         await self._send("POST", "create", kind, namespace, name, body=body, subresource="eviction")
 
+    async def replace(self, kind: Kind, body: Object) -> Object:
+        """Refused with a 409 unless the object still has the resource version of `body`."""
+        meta = body["metadata"]
+        query = [("fieldManager", names.MANAGER)]
+        return await self._send("PUT", "update", kind, meta["namespace"], meta["name"], query=query, body=body)
+
+    async def watch(self, kind: Kind, namespace: str, name: str, version: str, seconds: float) -> AsyncIterator[Object]:
+        """Changes of one object since a resource version, for so long."""
+        query = [("watch", "true"), ("fieldSelector", f"metadata.name={name}"), ("resourceVersion", version)]
+        query += [("timeoutSeconds", str(math.ceil(seconds)))]
+        headers = {"Accept": "application/json"}
+        limits = aiohttp.ClientTimeout(total=seconds + 5, sock_connect=5)
+        try:
+            response = await self._open("GET", kind.path(namespace), query, headers, limits=limits)
+            async with response:
+                if response.status != 200:
+                    text = _message(await response.read())
+                    raise ApiError(code=response.status, text=text, verb="watch", kind=kind, name=name)
+                async for line in response.content:
+                    yield json.loads(line)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(code=0, text=str(error), verb="watch", kind=kind, name=name) from error
+
     async def _maybe(self, verb: str, kind: Kind, namespace: str, name: str, **rest: Any) -> Object | None:
         method = rest.pop("method", "GET")
         try:
@@ -168,12 +196,11 @@ class Api:
         path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
         headers = {"Accept": accept, "Content-Type": content_type}
         label = f"{name or shown or ''}{'/' + subresource if subresource else ''}"
+        if verb not in _READS and kind is not LEASE and not self.may_write():
+            raise ApiError(code=0, text="this process may no longer act", verb=verb, kind=kind, name=label)
         try:
-            request = await self._client.param_serialize(
-                method, path, query_params=query or [], header_params=headers, body=body, auth_settings=["BearerToken"]
-            )
-            response = await self._client.call_api(*request, _request_timeout=_TIMEOUT)
-            data = await response.read()  # type: ignore[no-untyped-call]
+            response = await self._open(method, path, query or [], headers, body)
+            data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             text = str(error) or type(error).__name__
             raise ApiError(code=0, text=text, verb=verb, kind=kind, name=label) from error
@@ -183,6 +210,23 @@ class Api:
             raise ApiError(code=response.status, text=_message(data), verb=verb, kind=kind, name=label)
         parsed: Object = json.loads(data)
         return parsed
+
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        query: builtins.list[tuple[str, str]],
+        headers: dict[str, str],
+        body: Object | None = None,
+        limits: aiohttp.ClientTimeout = _TIMEOUT,
+    ) -> aiohttp.ClientResponse:
+        """The answer's head; its body is still to be read."""
+        request = await self._client.param_serialize(
+            method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
+        )
+        answer = await self._client.call_api(*request, _request_timeout=limits)
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
 
 def _preconditions(uid: str, version: str | None) -> Object:

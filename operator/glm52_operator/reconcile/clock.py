@@ -19,6 +19,16 @@ class Clock(Protocol):
     def call_later(self, delay: float, callback: Callable[[], None]) -> Timer: ...
 
 
+async def sleep(clock: Clock, seconds: float) -> None:
+    """Until so much time has passed on that clock."""
+    over = asyncio.Event()
+    timer = clock.call_later(seconds, over.set)
+    try:
+        await over.wait()
+    finally:
+        timer.cancel()
+
+
 class LoopClock:
     """The running event loop's own clock."""
 

@@ -37,6 +37,7 @@ EVENT = Kind("", "v1", "Event", "events")
 """Read: why a controller made no pods."""
 EVENT_V1 = Kind("events.k8s.io", "v1", "Event", "events")
 """Written."""
+LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 
 CHILDREN: tuple[Kind, ...] = (
     Kind("", "v1", "ServiceAccount", "serviceaccounts"),

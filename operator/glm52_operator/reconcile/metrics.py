@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -75,6 +75,12 @@ class Metrics:
             "glm52_operator_watch_restarts",
             "Watches that had to begin anew with a list",
             ["kind"],
+            registry=self._registry,
+        )
+
+        self.leading = Gauge(
+            "glm52_operator_leading",
+            "1: this process holds the lease and acts; 0: it stands by",
             registry=self._registry,
         )
 

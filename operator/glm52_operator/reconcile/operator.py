@@ -20,6 +20,7 @@ from glm52_operator.reconcile.clock import LoopClock
 from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.health import Health, application
 from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED, Kind
+from glm52_operator.reconcile.lease import Alone, Leadership, Lease
 from glm52_operator.reconcile.metrics import BROKEN, FAILED, SETTLED, WAITING, Metrics
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.reconciler import Reconciler
@@ -32,6 +33,8 @@ DRAIN_SECONDS = 3.0
 """What a pass that runs gets to finish after TERM; a cut one is repeated by the next operator."""
 
 WATCH_END_SECONDS = 1.0
+
+WORKER = "worker-"
 
 FIRST_RETRY_SECONDS = 2.0
 
@@ -55,6 +58,9 @@ class Operator:
             utcnow=_utcnow,
         )
         self._relists = watch.Relists(self.store, scoped=bool(settings.namespaces), restarted=self._restarted)
+        self.leadership = _leadership(settings, api, clock)
+        api.may_write = self.leadership.is_held
+        self._leading = asyncio.Event()
         self.stop = asyncio.Event()
         self._broken = False
 
@@ -64,12 +70,15 @@ class Operator:
         server = await self._serve_health()
         tasks: list[asyncio.Task[None]] = []
         try:
+            # A standby lists and watches like the one that acts, so that it can go on at once.
+            tasks.append(self._spawn(self._lead(), "lease"))
             if await self._first_list():
                 tasks.append(self._spawn(self._resync(), "resync"))
-                tasks += [self._spawn(self._work(), f"worker-{number}") for number in range(self.settings.workers)]
+                tasks += [self._spawn(self._work(), f"{WORKER}{number}") for number in range(self.settings.workers)]
                 await self._watch()
         finally:
             await self._finish(tasks)
+            await self.leadership.release()
             await server.cleanup()
             await self.api.close()
         return 1 if self._broken else 0
@@ -134,16 +143,27 @@ class Operator:
 
     async def _finish(self, tasks: list[asyncio.Task[None]]) -> None:
         self.queue.close()
-        for task in tasks[:1]:
+        workers = [task for task in tasks if task.get_name().startswith(WORKER)]
+        # The lease is kept while a pass that has begun is finished.
+        acting = self._leading.is_set() and self.leadership.is_held()
+        if workers and acting:
+            await asyncio.wait(workers, timeout=DRAIN_SECONDS)
+        for task in tasks:
             task.cancel()
-        workers = tasks[1:]
-        if workers:
-            _, late = await asyncio.wait(workers, timeout=DRAIN_SECONDS)
-            for task in late:
-                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _lead(self) -> None:
+        await self.leadership.acquire()
+        self._leading.set()
+        self.metrics.leading.set(1)
+        reason = await self.leadership.keep()
+        # Nothing is finished first: from now on somebody else acts.
+        log.error("%s; the operator ends, to be started again", reason)
+        self._broken = True
+        self._end()
+
     async def _work(self) -> None:
+        await self._leading.wait()
         while (key := await self.queue.get()) is not None:
             began = self.clock.now()
             result = await self._pass(key)
@@ -205,6 +225,13 @@ class Operator:
             for key in concerned:
                 self.queue.add(key)
         return True
+
+
+def _leadership(settings: Settings, api: Api, clock: LoopClock) -> Leadership:
+    if settings.lease is None:
+        return Alone()
+    namespace, name = settings.lease
+    return Lease(api, clock, _utcnow, namespace=namespace, name=name, me=settings.identity)
 
 
 def _utcnow() -> datetime.datetime:

@@ -11,7 +11,7 @@ import yaml
 
 from e2e.kube import Kubectl
 from glm52_operator.api.crd import crd
-from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, EVENT_V1, NODE, POD, SECRET
+from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, EVENT_V1, LEASE, NODE, POD, SECRET
 from tests.operator.cluster.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -70,7 +70,7 @@ def test_the_crd_comes_along_and_stays_behind(helm: Helm) -> None:
 def test_a_namespaced_install_asks_for_nothing_of_the_cluster(helm: Helm) -> None:
     objects = render(helm, "rbac.clusterWide=false", "crd.install=false", "watchNamespaces={a,b}")
     assert {obj["kind"] for obj in objects} == {"ServiceAccount", "Role", "RoleBinding", "Deployment"}
-    assert [obj["metadata"]["namespace"] for obj in of(objects, "Role")] == ["a", "b"]
+    assert [obj["metadata"]["namespace"] for obj in of(objects, "Role")] == ["sys", "a", "b"]
     assert not [rule for obj in of(objects, "Role") for rule in obj["rules"] if NODE.plural in rule["resources"]]
     (deployment,) = of(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -99,6 +99,20 @@ def test_the_permissions_are_those_that_the_operator_uses(helm: Helm) -> None:
     assert granted == used
 
 
+@pytest.mark.parametrize("wide", ["true", "false"])
+def test_the_lease_is_the_only_thing_that_the_operator_may_touch_where_it_lies(helm: Helm, wide: str) -> None:
+    objects = render(helm, f"rbac.clusterWide={wide}", "watchNamespaces={a}")
+    (role,) = (obj for obj in of(objects, "Role") if obj["metadata"]["namespace"] == "sys")
+    create, rest = role["rules"]
+    assert {"apiGroups": [LEASE.group], "resources": [LEASE.plural], "verbs": ["create"]} == create
+    assert set(rest["verbs"]) == {"get", "watch", "update"}
+    (deployment,) = of(objects, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert f"--lease=sys/{rest['resourceNames'][0]}" in container["args"]
+    # A pod that restarts is known again; another pod is not.
+    assert {"name": "GLM52_IDENTITY", "value": "$(POD_NAME)_$(POD_UID)"} in container["env"]
+
+
 def test_the_values_of_the_installer(helm: Helm) -> None:
     (deployment,) = of(render(helm, "image.repository=r/op", "image.tag=7", "engineImage=r/engine:7"), "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -120,7 +134,6 @@ def test_prometheus_finds_the_operators_metrics(helm: Helm) -> None:
 
 def test_the_operators_pod_is_hardened(helm: Helm) -> None:
     (deployment,) = of(render(helm), "Deployment")
-    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
     pod = deployment["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -137,6 +150,7 @@ def test_the_operators_pod_is_hardened(helm: Helm) -> None:
         ("engineimage=x", "additional properties 'engineimage' not allowed"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("resyncSeconds=1", "/resyncSeconds"),
+        ("replicas=-1", "/replicas"),
         ("watchNamespaces={A}", "/watchNamespaces/0"),
         ("rbac.clusterWide=maybe", "/rbac/clusterWide"),
     ],

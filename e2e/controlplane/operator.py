@@ -84,7 +84,7 @@ class Installed:
         kubeconfig = self.cluster.plane.kubeconfig(
             stem.with_suffix(".kubeconfig"), self.token, server=server, namespace=self.release
         )
-        process = Process(stem.with_suffix(".log"), kubeconfig, [*self._arguments(), *more], name=stem.name)
+        process = Process(stem.with_suffix(".log"), kubeconfig, [*self._arguments(), *more], identity=stem.name)
         self._processes.append(process)
         if ready:
             process.until_ready()
@@ -119,13 +119,14 @@ def render(programs: Programs, release: str, *values: str) -> list[Object]:
 class Process(Daemon):
     """`glm52-operator run` with a health port of its own."""
 
-    def __init__(self, log: Path, kubeconfig: Path, arguments: list[str], name: str) -> None:
+    def __init__(self, log: Path, kubeconfig: Path, arguments: list[str], identity: str) -> None:
+        self.identity = identity
+        """The pod: it stays the same when the process is started again."""
         self.health_port = free_port()
         env: dict[str, str] = {
             "KUBECONFIG": str(kubeconfig),
             "PYTHONPATH": os.pathsep.join(str(REPO / part) for part in ("operator", "engine")),
-            # Each is a pod of its own.
-            "GLM52_IDENTITY": name,
+            "GLM52_IDENTITY": identity,
         }
         health = ["--health-host=127.0.0.1", f"--health-port={self.health_port}"]
         super().__init__([sys.executable, "-m", "glm52_operator", *arguments, *health], log, env)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,15 @@ class Running:
     def greedy(self) -> bool:
         """Whether the greatest logit is the next token, whatever came before."""
         return self.sampling.is_plain_greedy and self.constraint is None and self.choices == 1
+
+    def row(self, block_size: int) -> Row:
+        """What decides whether the step that runs may be followed by a leased one."""
+        return Row(
+            decoding=self.last is not None and not self.prefill_only,
+            greedy=self.greedy,
+            tokens_left=0 if self.ended else self.sampling.max_tokens - self.next_index,
+            room=len(self.blocks) * block_size - len(self.prompt) - self.next_index,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +207,7 @@ class Rank:
             self._apply_commands()
             if not self._running:
                 return
-            flight = self._launch()
+            flight = self._launch(self._plan())
         if self._launch_ahead and self._may_lease(flight):
             self._ahead = Flight(flight.rows, [], self._executor.relaunch())
             self.counters.steps_ahead += 1
@@ -210,14 +219,15 @@ class Rank:
             self._commands.clear()
         for command in commands:
             if isinstance(command, Running):
-                self._executor.begin(
-                    command.seat, command.blocks, arrived=0 if command.last is None else command.computed
-                )
-                output = () if command.last is None else (command.last.id,)
-                self._sampler.begin(command.seat, command.sampling, command.prompt, output, command.constraint)
-                self._running[command.seat] = command
+                self._begin(command)
             else:
                 self._abort(command)
+
+    def _begin(self, sequence: Running) -> None:
+        s, output = sequence, () if sequence.last is None else (sequence.last.id,)
+        self._executor.begin(s.seat, s.blocks, arrived=0 if s.last is None else s.computed)
+        self._sampler.begin(s.seat, s.sampling, s.prompt, output, s.constraint)
+        self._running[s.seat] = s
 
     def _abort(self, key: str) -> None:
         seat = next((seat for seat, sequence in self._running.items() if sequence.key == key), None)
@@ -225,9 +235,11 @@ class Rank:
             self._executor.settle()
             self._post([Event(key, None, True, self._running.pop(seat).computed)])
 
-    def _launch(self) -> Flight:
+    def _plan(self) -> list[Planned]:
         pending = [Pending(s.seat, s.computed, len(s.prompt), s.priority) for s in self._running.values()]
-        plan = plan_step(pending, budget=self._limits.budget, least_prefill=self._limits.least_prefill)
+        return plan_step(pending, budget=self._limits.budget, least_prefill=self._limits.least_prefill)
+
+    def _launch(self, plan: Sequence[Planned]) -> Flight:
         spans = [(self._running[planned.seat], _span(self._running[planned.seat], planned)) for planned in plan]
         work = self._executor.launch([span for _, span in spans])
         prompts = [(s, span) for s, span in spans if s.computed < len(s.prompt)]
@@ -235,15 +247,7 @@ class Rank:
         return Flight([s for s, span in spans if span.wants_logits], prompts, work)
 
     def _may_lease(self, flight: Flight) -> bool:
-        rows = [
-            Row(
-                decoding=s.last is not None and not s.prefill_only,
-                greedy=s.greedy,
-                tokens_left=0 if s.ended else s.sampling.max_tokens - s.next_index,
-                room=len(s.blocks) * self._block_size - len(s.prompt) - s.next_index,
-            )
-            for s in flight.rows
-        ]
+        rows = [s.row(self._block_size) for s in flight.rows]
         with self._wake:
             return may_lease(rows if not flight.prompts else [], arrivals=bool(self._commands), stopping=self._stopping)
 

@@ -66,15 +66,18 @@ class _Slot:
     kv: str | None
 
 
+def _slot(replica: Replica, view: RoleView) -> _Slot:
+    state, newest = replica.state, view.revision is None or not replica.outdated(view.revision)
+    # What is on its way counts as what it will be, however far it is.
+    return _Slot(replica, state, newest, view.kv if newest and state is not State.SERVING else replica.kv)
+
+
 class _Board:
     """One role during the planning."""
 
     def __init__(self, view: RoleView) -> None:
         self.view = view
-        self.slots = [
-            _Slot(replica, replica.state, view.revision is None or not replica.outdated(view.revision), replica.kv)
-            for replica in view.replicas
-        ]
+        self.slots = [_slot(replica, view) for replica in view.replicas]
 
     def take(self, slot: _Slot) -> Replacement:
         before = slot.state

@@ -1,0 +1,212 @@
+"""Which replicas a rollout replaces next, rule by rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from glm52_engine.config import Role
+from glm52_operator.plan.rollout import Plan, State
+from glm52_operator.plan.rollout.replicas import ordinal_of
+from tests.operator.simulated import Revision, SimCluster
+
+SAME = Revision("r1", "a")
+OTHER = Revision("r1", "b")
+BROKEN = Revision("r1", "b", broken=True)
+NEXT = Revision("r2", "c")
+
+
+def chosen(found: Plan) -> list[tuple[Role, int]]:
+    return [(replacement.role, replacement.replica) for replacement in found.replacements]
+
+
+def test_at_rest_nothing_is_replaced() -> None:
+    found = SimCluster.running(2, 3).plan()
+    assert found.replacements == ()
+    assert [(p.newest, p.wanted, p.outdated) for p in found.progress.values()] == [(2, 2, ()), (3, 3, ())]
+
+
+def test_one_replica_of_a_role_at_a_time_lowest_first() -> None:
+    cluster = SimCluster.running(2, 3)
+    cluster.edit(SAME, "decode")
+    order = []
+    while not cluster.is_done() or not order:
+        order += chosen(cluster.step())
+        cluster.turn()
+    assert order == [("decode", 0), ("decode", 1), ("decode", 2)]
+
+
+def test_as_many_as_may_be_unavailable_at_a_time() -> None:
+    cluster = SimCluster.running(2, 5, max_unavailable=2)
+    cluster.edit(SAME, "decode")
+    assert chosen(cluster.step()) == [("decode", 0), ("decode", 1)]
+    assert chosen(cluster.step()) == []
+
+
+@pytest.mark.parametrize("what", ["unready", "leaving", "missing"])
+def test_a_replica_that_is_absent_for_any_reason_counts(what: str) -> None:
+    cluster = SimCluster.running(2, 3)
+    cluster.edit(SAME, "decode")
+    pods = cluster.sets["decode"].pods
+    pods[2].revision = SAME
+    pods[2].ready = what != "unready"
+    pods[2].leaving = what == "leaving"
+    if what == "missing":
+        del pods[2]
+    found = cluster.plan()
+    assert chosen(found) == []
+    assert "chat-decode-2" in found.progress["decode"].waits
+    assert "maxUnavailable is 1" in found.progress["decode"].waits
+
+
+def test_what_never_started_goes_at_once_and_first() -> None:
+    cluster = SimCluster.running(2, 4)
+    cluster.edit(BROKEN, "decode")
+    for _ in range(3):
+        cluster.step()
+        cluster.turn()
+    # One pod is stuck in the broken revision, and it protects the other three.
+    assert len(cluster.serving("decode")) == 3
+    cluster.edit(NEXT, "decode")
+    # The one that is stuck costs nothing; its successor is waited for before another one goes.
+    assert chosen(cluster.step()) == [("decode", 0)]
+
+
+def test_taking_a_broken_edit_back_heals_by_itself() -> None:
+    cluster = SimCluster.running(2, 3)
+    before = cluster.sets["decode"].revision
+    cluster.edit(BROKEN)
+    for _ in range(3):
+        cluster.step()
+        cluster.turn()
+    cluster.edit(before)
+    replaced = chosen(cluster.step())
+    assert all(state is not State.SERVING for role, i in replaced for state in [list(cluster.replicas(role))[i][0]])
+    cluster.run()
+
+
+def test_many_that_falter_at_once_are_not_replaced_at_once() -> None:
+    cluster = SimCluster.running(2, 4)
+    cluster.edit(SAME, "decode")
+    for pod in cluster.sets["decode"].pods.values():
+        pod.ready = False
+    assert chosen(cluster.step()) == [("decode", 0)]
+    assert chosen(cluster.step()) == []
+
+
+def test_all_hosts_of_a_replica_go_together() -> None:
+    cluster = SimCluster.running(2, 3, hosts=4)
+    cluster.edit(SAME, "decode")
+    (replacement,) = cluster.step().replacements
+    assert [host.name for host in replacement.hosts] == [f"chat-decode-{n}" for n in range(4)]
+    assert len(cluster.serving("decode")) == 2
+
+
+def test_hosts_that_a_dead_operator_left_behind_follow_without_waiting() -> None:
+    cluster = SimCluster.running(2, 3, hosts=4)
+    cluster.edit(SAME, "decode")
+    (replacement,) = cluster.plan().replacements
+    cluster.carry_out(replacement, hosts=2)
+    cluster.turn()
+    (rest,) = cluster.plan().replacements
+    assert [host.name for host in rest.hosts] == ["chat-decode-2", "chat-decode-3"]
+
+
+def test_paused_replaces_nothing_and_says_so() -> None:
+    cluster = SimCluster.running(2, 3, paused=True)
+    cluster.edit(OTHER)
+    found = cluster.plan()
+    assert found.replacements == ()
+    assert (found.progress["decode"].paused, found.progress["decode"].newest) == (True, 0)
+    assert found.progress["decode"].waits == "rollout.paused is true"
+
+
+def test_both_roles_advance_together_when_their_kv_changes() -> None:
+    cluster = SimCluster.running(2, 4)
+    cluster.edit(OTHER)
+    seen = []
+    while not cluster.is_done():
+        cluster.step()
+        cluster.turn()
+        seen.append((cluster.serving("prefill").count("b"), cluster.serving("decode").count("b")))
+        assert cluster.pairs()
+    assert seen == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
+def test_a_new_kv_that_one_role_cannot_start_stops_the_other_early() -> None:
+    cluster = SimCluster.running(2, 8)
+    cluster.edit(OTHER)
+    cluster.sets["prefill"].revision = BROKEN
+    for _ in range(10):
+        cluster.step()
+        cluster.turn()
+    assert cluster.serving("prefill") == ["a"]
+    assert cluster.serving("decode").count("a") >= 6
+    waits = cluster.plan().progress["decode"].waits
+    assert "chat-prefill-0 has not been ready since 2026-01-01T00:00:00Z" in waits
+    assert "cannot exchange KV" in waits
+
+
+def test_a_single_prefill_goes_when_half_of_decode_can_read_its_successor() -> None:
+    cluster = SimCluster.running(1, 4)
+    cluster.edit(OTHER)
+    order, gaps = [], 0
+    while not cluster.is_done():
+        order += chosen(cluster.step())
+        gaps += not cluster.pairs()
+        cluster.turn()
+    assert order.index(("prefill", 0)) == 2
+    assert gaps == 1
+
+
+def test_two_single_replicas_go_at_the_same_time() -> None:
+    cluster = SimCluster.running(1, 1)
+    cluster.edit(OTHER)
+    assert chosen(cluster.step()) == [("prefill", 0), ("decode", 0)]
+
+
+def test_a_single_replica_stays_while_its_counterpart_cannot_start() -> None:
+    cluster = SimCluster.running(1, 3)
+    cluster.edit(OTHER)
+    cluster.sets["decode"].revision = BROKEN
+    for _ in range(5):
+        cluster.step()
+        cluster.turn()
+    assert cluster.pairs() == {"a"}
+
+
+def test_scaling_down_in_the_middle_leaves_the_newest() -> None:
+    cluster = SimCluster.running(2, 4)
+    cluster.edit(OTHER)
+    for _ in range(2):
+        cluster.step()
+        cluster.turn()
+    cluster.sets["decode"].replicas = 2
+    cluster.turn()
+    assert cluster.serving("decode") == ["b", "b"]
+    assert cluster.pairs() == {"b"}
+    cluster.run()
+
+
+def test_nothing_is_decided_before_the_controller_has_seen_the_last_apply() -> None:
+    cluster = SimCluster.running(2, 2)
+    cluster.edit(SAME)
+    for each in cluster.sets.values():
+        each.seen = False
+    assert cluster.plan().replacements == ()
+
+
+@pytest.mark.parametrize(
+    ("pod", "ordinal"),
+    [
+        ("chat-decode-0", 0),
+        ("chat-decode-12", 12),
+        ("chat-decode-", None),
+        ("chat-decode", None),
+        ("chat-decode-x", None),
+        ("chat-decode-1-debug", None),
+        ("chat-decode-²", None),
+        ("other-decode-1", None),
+    ],
+)
+def test_only_pods_of_the_set_have_a_number(pod: str, ordinal: int | None) -> None:
+    assert ordinal_of(pod, "chat-decode") == ordinal

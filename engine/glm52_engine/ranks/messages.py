@@ -135,9 +135,12 @@ class Start(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Flags(_Message):
-    """What decides which code every rank runs in a step. `prefill`: some rank has rows of a prompt."""
+    """What decides which code every rank runs in a step. `prefill`: some rank has rows of a prompt. `lease`: before its
+    tokens are looked at, the step is started once more, on them. `consume`: the step is that one."""
 
     prefill: bool
+    lease: bool = False
+    consume: bool = False
 
 
 @dataclass(frozen=True, slots=True)

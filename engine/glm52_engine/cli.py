@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, Outcome, Preset
+from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, KvCacheDtype, Outcome, Preset
 from glm52_engine.config import EXIT_CODES as CODES
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
@@ -104,6 +104,12 @@ def _add_local(commands: Any) -> None:
     command.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill processes (%(default)s)")
     command.add_argument("--decode", type=_count, default=1, metavar="N", help="decode processes (%(default)s)")
     command.add_argument("--max-model-len", type=_count, default=2048, help="tokens of prompt and output (%(default)s)")
+    command.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KvCacheDtype),
+        default="auto",
+        help="how KV is stored; auto is the checkpoint's dtype (%(default)s)",
+    )
     command.add_argument("--name", default="glm-5.2", help="name of the model (%(default)s)")
     command.set_defaults(run=_local)
 
@@ -195,6 +201,7 @@ def _local(args: argparse.Namespace) -> int:
             prefill=args.prefill,
             decode=args.decode,
             max_model_len=args.max_model_len,
+            kv_cache_dtype=args.kv_cache_dtype,
             name=args.name,
         )
     )

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 API_PORT = 8000
 """TCP port of the HTTP server of every engine and router pod."""
@@ -32,6 +32,7 @@ TERMINATION_MESSAGE_LIMIT = 4096
 """Bytes the kubelet keeps of a termination message."""
 
 Role = Literal["prefill", "decode"]
+KvCacheDtype = Literal["auto", "bf16", "fp8"]
 Preset = Literal["tiny", "demo"]
 """Checkpoints that an engine makes for itself: random weights, and trained ones."""
 
@@ -55,6 +56,9 @@ class ModelConfig(_Strict):
     )
     max_model_len: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = Field(
         description="Most tokens of one request, prompt and output together."
+    )
+    kv_cache_dtype: KvCacheDtype = Field(
+        default="auto", description="How KV is stored: auto is the checkpoint's own dtype; fp8 takes 57 % of bf16."
     )
     weights_gib: Count = Field(description="Host memory for the weights of one pod, GiB; on a CPU they live there.")
 
@@ -144,6 +148,30 @@ def read_engine_config(path: str | Path) -> EngineConfig:
             for item in error.errors()
         )
         raise ConfigError(f"{path}: {wrong}") from error
+
+
+HOLD_ENV = "GLM52_HOLD"
+
+
+class Hold(_Strict):
+    """What an engine container that starts is told after crashes of its replica: to wait before it loads anything.
+
+    The operator writes it to an annotation of the pod, and the kubelet puts that into the environment at each start.
+    """
+
+    until: AwareDatetime | None = Field(default=None, description="When it may start; absent: not in this pod.")
+    why: str = ""
+
+    def encode(self) -> str:
+        return self.model_dump_json(exclude_none=True)
+
+    @classmethod
+    def decode(cls, text: str) -> Hold | None:
+        """None for nothing, and for what is no hold: a start must not depend on it."""
+        try:
+            return cls.model_validate_json(text) if text else None
+        except ValidationError:
+            return None
 
 
 class Outcome(enum.StrEnum):

@@ -25,6 +25,7 @@ from glm52_engine.config import (
     ConfigError,
     DrainConfig,
     EngineConfig,
+    KvCacheDtype,
     ModelConfig,
     RoleConfig,
     Termination,
@@ -47,6 +48,7 @@ class LocalOptions:
     prefill: int
     decode: int
     max_model_len: int
+    kv_cache_dtype: KvCacheDtype
     name: str
 
 
@@ -141,6 +143,7 @@ class Local:
                 name=self.options.name,
                 path=str(model),
                 max_model_len=self.options.max_model_len,
+                kv_cache_dtype=self.options.kv_cache_dtype,
                 weights_gib=size // GIB + 1,
             ),
             prefill=role,

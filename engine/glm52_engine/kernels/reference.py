@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from glm52_engine.kernels import cache_rows
+
 _TILE_ELEMENTS = 1 << 24
 """Most elements of an intermediate tensor: 64 MiB of float32, whatever the context length."""
 
@@ -60,7 +62,7 @@ def select_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 def sparse_attention(
     query: torch.Tensor,
-    rows: torch.Tensor,
+    rows: cache_rows.Rows,
     blocks: torch.Tensor,
     offsets: torch.Tensor,
     missing: torch.Tensor,
@@ -78,7 +80,7 @@ def sparse_attention(
     out = query.new_empty(count, heads, latent)
     for first in range(0, count, step):
         tile = slice(first, first + step)
-        gathered = rows[blocks[tile], offsets[tile]]
+        gathered = cache_rows.load(rows, (blocks[tile], offsets[tile]), query.dtype)
         scores = torch.bmm(query[tile], gathered.transpose(1, 2)).float().mul_(scale)
         scores.masked_fill_(missing[tile].unsqueeze(1), -torch.inf)
         out[tile] = torch.bmm(scores.softmax(dim=-1).to(query.dtype), gathered[..., :latent])

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.kernels.cache_rows import Rows, load, store
 from glm52_engine.kernels.reference import index_scores, select_top_k
 from glm52_engine.model.rope import Rotation, rotate
 from glm52_engine.model.step import Step
@@ -47,15 +48,13 @@ class Indexer:
         self._k_norm = weights["k_norm.weight"], weights["k_norm.bias"]
         self._weights_proj = weights["weights_proj.weight"]
 
-    def select(
-        self, hidden: torch.Tensor, q_latent: torch.Tensor, by: Rotation, step: Step, keys: torch.Tensor
-    ) -> Selection:
+    def select(self, hidden: torch.Tensor, q_latent: torch.Tensor, by: Rotation, step: Step, keys: Rows) -> Selection:
         """Store the rows' own index keys in `keys` [num_blocks, block_size, dim], then choose from all of them.
 
         hidden [T, hidden], q_latent [T, q_lora_rank] (normed).
         """
         key = F.layer_norm(F.linear(hidden, self._wk), (self._dim,), *self._k_norm, _K_NORM_EPS)
-        keys[step.blocks, step.offsets] = self._rotate_first(key, by)
+        store(keys, step.blocks, step.offsets, self._rotate_first(key, by))
         if max([step.singles_length, *(chunk.length for chunk in step.chunks)]) <= self._top_k:
             return locate(_whole_context(step), step)
         query = F.linear(q_latent, self._wq_b).view(-1, self._heads, self._dim)
@@ -68,7 +67,7 @@ class Indexer:
         """The FIRST elements of an index head carry the position; in MLA heads it is the last ones."""
         return torch.cat((rotate(x[..., : self._rope], by), x[..., self._rope :]), dim=-1)
 
-    def _choose(self, query: torch.Tensor, weights: torch.Tensor, step: Step, keys: torch.Tensor) -> torch.Tensor:
+    def _choose(self, query: torch.Tensor, weights: torch.Tensor, step: Step, keys: Rows) -> torch.Tensor:
         """int64 [T, K] chosen positions: one padded batch for all single rows, then chunk by chunk."""
         parts = []
         if step.singles:
@@ -101,10 +100,10 @@ def _whole_context(step: Step) -> torch.Tensor:
     return torch.where(every <= step.positions.unsqueeze(1), every, -1)
 
 
-def _gather_keys(keys: torch.Tensor, seats: torch.Tensor, length: int, step: Step) -> torch.Tensor:
+def _gather_keys(keys: Rows, seats: torch.Tensor, length: int, step: Step) -> torch.Tensor:
     """[len(seats), length, dim]: the first `length` index keys of each sequence; beyond its end, some finite ones."""
     blocks = step.tables[seats, : -(-length // step.block_size)]
-    return keys[blocks].flatten(1, 2)[:, :length]
+    return load(keys, (blocks,), torch.float32).flatten(1, 2)[:, :length]
 
 
 def _causal(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.kernels.cache_rows import Rows
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.mla import Attention
 from glm52_engine.model.moe import FeedForward, Mlp
@@ -40,8 +41,8 @@ class Layer:
         hidden: torch.Tensor,
         by: Rotation,
         step: Step,
-        rows: torch.Tensor,
-        index_keys: torch.Tensor | None,
+        rows: Rows,
+        index_keys: Rows | None,
         selection: Selection | None,
     ) -> tuple[torch.Tensor, Selection]:
         """hidden [T, hidden]; the selection of the last full layer goes in, that of this layer comes out."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.kernels.cache_rows import Rows, store
 from glm52_engine.kernels.reference import sparse_attention
 from glm52_engine.model.indexer import Indexer, Selection
 from glm52_engine.model.norm import rms_norm
@@ -44,8 +45,8 @@ class Attention:
         hidden: torch.Tensor,
         by: Rotation,
         step: Step,
-        rows: torch.Tensor,
-        index_keys: torch.Tensor | None,
+        rows: Rows,
+        index_keys: Rows | None,
         previous: Selection | None,
     ) -> tuple[torch.Tensor, Selection]:
         """hidden [T, hidden] → the same, and the selection that shared layers after this one reuse.
@@ -55,7 +56,7 @@ class Attention:
         q_latent = rms_norm(F.linear(hidden, self._q_a), self._q_norm, LATENT_NORM_EPS)
         kv, shared_key = F.linear(hidden, self._kv_a).split((self._latent, self._rope), dim=-1)
         kv = rms_norm(kv, self._kv_norm, LATENT_NORM_EPS)
-        rows[step.blocks, step.offsets] = torch.cat((kv, rotate(shared_key, by)), dim=-1)
+        store(rows, step.blocks, step.offsets, torch.cat((kv, rotate(shared_key, by)), dim=-1))
 
         if self._indexer is not None and index_keys is not None:
             selection = self._indexer.select(hidden, q_latent, by, step, index_keys)

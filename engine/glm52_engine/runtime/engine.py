@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from glm52_engine.config import Accelerator, RoleConfig
+from glm52_engine.config import Accelerator, KvCacheDtype, RoleConfig
 from glm52_engine.kv import BlockError, prefix_keys
 from glm52_engine.runtime.executor import Executor
 from glm52_engine.runtime.load import load_parts
@@ -96,6 +96,7 @@ class LocalEngine:
         role: RoleConfig,
         *,
         max_model_len: int,
+        kv_cache_dtype: KvCacheDtype = "auto",
         block_size: int,
         on_phase: Callable[[str], None],
         vocab_bound: int | None = None,
@@ -113,6 +114,7 @@ class LocalEngine:
             role,
             accelerator=accelerator,
             max_model_len=max_model_len,
+            kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             on_phase=on_phase,
             vocab_bound=vocab_bound,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
-from glm52_engine.config import Accelerator, ConfigError, RoleConfig
+from glm52_engine.config import Accelerator, ConfigError, KvCacheDtype, RoleConfig
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.runtime.executor import Executor, HostExecutor
@@ -44,6 +44,7 @@ def load_parts(
     *,
     accelerator: Accelerator,
     max_model_len: int,
+    kv_cache_dtype: KvCacheDtype,
     block_size: int,
     on_phase: Callable[[str], None],
     vocab_bound: int | None,
@@ -54,7 +55,7 @@ def load_parts(
     torch.set_num_threads(intra_op_threads())
     on_phase("reading the model's config")
     spec = read_model_spec(path)
-    kv = KvLayout.of(spec, block_size)
+    kv = KvLayout.of(spec, block_size, kv_cache_dtype)
     blocks = pool_blocks(role.host_pool_gib * GIB, block_bytes=kv.block_bytes)
     _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
     bound = decodable_bound(path) if vocab_bound is None else vocab_bound
@@ -127,6 +128,7 @@ def kv_contract(kv: KvLayout, weights: Weights) -> dict[str, str | int]:
         "rope": ROPE_LAYOUT,
         "layers": kv.layers,
         "full_layers": ",".join(map(str, kv.full_layers)),
+        "latent": kv.latent,
         "mla_row": kv.mla_row,
         "index_row": kv.index_row,
         "block_size": kv.block_size,

@@ -24,6 +24,7 @@ def load_engine(
         Path(config.model.path),
         config.role(role),
         max_model_len=config.model.max_model_len,
+        kv_cache_dtype=config.model.kv_cache_dtype,
         block_size=config.block_size,
         on_phase=on_phase,
         accelerator=config.accelerator,

@@ -27,6 +27,7 @@ def engine_config(target: Target, component: names.Component) -> EngineConfig:
             name=model.name,
             path=target.model_path,
             max_model_len=model.max_model_len,
+            kv_cache_dtype=model.kv_cache_dtype,
             weights_gib=model.weights_gib,
         ),
         prefill=target.role_config("prefill") if component == "prefill" else None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from glm52_engine.checkpoint import read_model_spec
+from glm52_engine.config import ConfigError
 from glm52_engine.kv import KvLayout, Pool
 
 
@@ -16,7 +19,7 @@ def layout(tiny_checkpoint: Path) -> KvLayout:
     return KvLayout.of(read_model_spec(tiny_checkpoint), 4)
 
 
-def views(pool: Pool) -> list[torch.Tensor]:
+def views(pool: Pool) -> list[Any]:
     return [*pool.mla, *pool.index.values()]
 
 
@@ -37,6 +40,33 @@ def test_views_cover_every_byte_once(layout: KvLayout) -> None:
     assert sorted(pool.index) == list(layout.full_layers)
     assert pool.tensor.is_contiguous()
     assert pool.tensor.shape == (3, pool.block_bytes)
+
+
+def test_bytes_per_token_in_fp8(tiny_checkpoint: Path) -> None:
+    layout = KvLayout.of(read_model_spec(tiny_checkpoint), 4, "fp8")
+    assert layout.mla_row_bytes == 32 + 4 + 16 * 2
+    assert layout.index_row_bytes == 32 + 4
+    real = dataclasses.replace(layout, latent=512, mla_row=576, index_row=128)
+    assert (real.mla_row_bytes, real.index_row_bytes) == (656, 132)
+
+
+def test_fp8_views_cover_every_byte_once(tiny_checkpoint: Path) -> None:
+    layout = KvLayout.of(read_model_spec(tiny_checkpoint), 4, "fp8")
+    pool = Pool(layout, 3)
+    pool.touch()
+    parts = [p for r in views(pool) for p in (r.values, r.scales, r.rest) if p is not None]
+    for part in parts:
+        bytes_of = part.view(torch.uint8)
+        bytes_of += 1
+    used = layout.block_size * layout.token_bytes
+    assert (pool.tensor[:, :used] == 1).all()
+    assert (pool.tensor[:, used:] == 0).all()
+
+
+def test_fp8_that_does_not_fit_a_model_is_refused_by_name(tiny_checkpoint: Path) -> None:
+    spec = dataclasses.replace(read_model_spec(tiny_checkpoint), kv_lora_rank=192)
+    with pytest.raises(ConfigError, match=r"model\.kv_cache_dtype: found fp8; the checkpoint's kv_lora_rank is 192"):
+        KvLayout.of(spec, 4, "fp8")
 
 
 def test_a_copied_block_brings_all_layers(layout: KvLayout) -> None:

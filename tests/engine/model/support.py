@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from glm52_engine.checkpoint import load_weights, read_model_spec
+from glm52_engine.config import KvCacheDtype
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Model, Span, build_step
 
@@ -25,13 +26,13 @@ TOLERANCE = 1e-3
 class Ours:
     """A model with a pool whose block tables are shuffled, so that no test passes by block order."""
 
-    def __init__(self, checkpoint: Path, **misread: Any) -> None:
+    def __init__(self, checkpoint: Path, *, kv_cache_dtype: KvCacheDtype = "auto", **misread: Any) -> None:
         """`misread`: fields of the spec that the model gets wrong on purpose."""
         spec = read_model_spec(checkpoint)
         weights = load_weights(checkpoint, spec).tensors
         spec = dataclasses.replace(spec, **misread)
         self.model = Model(spec, weights)
-        self.pool = Pool(KvLayout.of(spec, BLOCK), SEATS * BLOCKS_PER_SEAT)
+        self.pool = Pool(KvLayout.of(spec, BLOCK, kv_cache_dtype), SEATS * BLOCKS_PER_SEAT)
         self.pool.touch()
         order = torch.randperm(self.pool.num_blocks, generator=torch.Generator().manual_seed(1))
         self.tables = order.view(SEATS, BLOCKS_PER_SEAT)

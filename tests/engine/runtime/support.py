@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from glm52_engine.checkpoint import load_weights, read_model_spec
+from glm52_engine.config import KvCacheDtype
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.runtime.engine import LocalEngine
@@ -48,9 +49,10 @@ class Maker:
         max_waiting: int = 100,
         prefix_cache: bool = True,
         launch_ahead: bool = False,
+        kv_cache_dtype: KvCacheDtype = "auto",
         executor: type[HostExecutor] = HostExecutor,
     ) -> LocalEngine:
-        kv = KvLayout.of(self.spec, BLOCK)
+        kv = KvLayout.of(self.spec, BLOCK, kv_cache_dtype)
         pools = [Pool(kv, blocks) for _ in range(ranks)]
         for pool in pools:
             pool.touch()

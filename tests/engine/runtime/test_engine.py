@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from glm52_engine.config import KvCacheDtype
 from glm52_engine.runtime.types import Blocks, RequestError, Token
 from tests.engine.model.support import Ours, prompt
 from tests.engine.runtime.support import BLOCK, Maker, copy_blocks, eventually, generate, greedy, hand_over, idle
@@ -31,6 +32,18 @@ async def test_prefill_here_and_decode_there(maker: Maker, tiny_checkpoint: Path
         assert ids(output) == alone.greedy(request.prompt, 12, chunk=1000), request.id
         assert [token.index for token in output] == list(range(12))
         assert [token.finish for token in output] == [None] * 11 + ["length"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf16"])
+async def test_a_narrow_cache_is_the_same_here_and_there(
+    maker: Maker, tiny_checkpoint: Path, dtype: KvCacheDtype
+) -> None:
+    request = greedy("r", tuple(prompt(100)), 12)
+    async with maker.running(kv_cache_dtype=dtype) as source, maker.running(kv_cache_dtype=dtype) as target:
+        found = ids(await generate(source, target, request))
+    alone = Ours(tiny_checkpoint, kv_cache_dtype=dtype)
+    assert found == alone.greedy(request.prompt, 12, chunk=1000)
+    assert alone.pool.block_bytes * 1.7 < Ours(tiny_checkpoint).pool.block_bytes
 
 
 async def test_wrong_bytes_are_noticed(maker: Maker) -> None:

@@ -127,10 +127,13 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_pool")
 def test_what_two_engines_must_have_in_common() -> None:
     """Everything that the bytes of a block depend on, each under its name; a refusal then says both values."""
-    layout = KvLayout(16, 8, (0, 1, 4), 48, 32, torch.float32)
+    layout = KvLayout(16, 8, (0, 1, 4), 32, 48, 32, torch.float32)
     ours = load.kv_contract(layout, Weights({}, {}, "these"))
     assert difference(ours, ours) == ""
-    others = {"block_size": 32, "layers": 9, "full_layers": (0, 2), "mla_row": 64, "index_row": 16, "dtype": torch.half}
+    others = {
+        "block_size": 32, "layers": 9, "full_layers": (0, 2), "latent": 16, "mla_row": 64, "index_row": 16,
+        "dtype": torch.half,
+    }  # fmt: skip
     assert others.keys() == {field.name for field in dataclasses.fields(KvLayout)}
     for name, value in others.items():
         theirs = load.kv_contract(dataclasses.replace(layout, **{name: value}), Weights({}, {}, "these"))

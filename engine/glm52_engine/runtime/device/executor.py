@@ -51,10 +51,10 @@ class DeviceExecutor:
         self.pool = pool
         self._device = weights.embed.device
         self._bound = vocab_bound
-        dtype, block = weights.embed.dtype, pool.block_size
+        block = pool.block_size
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with self._here():
-            self._kv = DevicePool(weights.spec, pool.num_blocks, block, dtype, str(self._device))
+            self._kv = DevicePool(weights.spec, pool.num_blocks, block, pool.layout.dtype, str(self._device))
             self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
             self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int32, device=self._device)
             self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)

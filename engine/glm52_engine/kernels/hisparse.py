@@ -1,0 +1,196 @@
+"""The Triton forms of `residency.py`: resolve, gather from pinned host memory, write back to it. Graph-safe.
+
+Host memory is read by the GPU itself, row by row: a copy engine would need the list of rows on the host, which is where
+no decision of a step may be made.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.residency import POISON, HostRows, Plan, Residency
+
+WORD = 4
+"""Bytes that a lane counts in; four words in a row are one access of 16 bytes."""
+
+
+@triton.jit
+def _begin(seats, active, newest, count, batch, stride, groups, BT: tl.constexpr, BG: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
+    row = tl.arange(0, BT)
+    seat = tl.load(seats + row, row < batch, other=0)
+    tl.store(newest + row, tl.where(row < tl.load(active), (seat + 1) * stride - 1, -1), row < batch)
+    group = tl.arange(0, BG)
+    tl.store(count + group, 0, group < groups)
+
+
+def begin(residency: Residency, seats: torch.Tensor, active: torch.Tensor, plan: Plan) -> None:
+    """See `residency.begin`."""
+    batch, groups = len(seats), len(plan.count)
+    _begin[(1,)](
+        seats, active, plan.newest, plan.count, batch, residency.stride, groups,
+        BT=triton.next_power_of_2(batch), BG=triton.next_power_of_2(groups), num_warps=4, **CHAINED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["where", "count"])
+def _resolve(
+    seats, selected, own, active, owner, order, where, used, counters, resident, plan_slots, plan_rows, count,
+    slots, K: tl.constexpr, H: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BK)
+    if row < tl.load(active):
+        seat = tl.load(seats + row).to(tl.int64)
+        owner += seat * H
+        order += seat * H
+        used += seat * H
+        slot = tl.load(selected + row * K + lane, lane < K, other=-1)
+        written = tl.load(own + row)
+        newest = (slot >= 0) & (slot == written)
+        asked = (slot >= 0) & (slot != written)
+        inside = asked & (slot < slots)
+        held = tl.load(where + slot, inside, other=-1).to(tl.int32)
+        tag = tl.load(owner + held, held >= 0, other=-1)
+        hit = inside & (held >= 0) & (tag == slot)
+        miss = asked & (tag != slot)
+        old = tl.load(where + written, (written >= 0) & (written < slots), other=-1).to(tl.int32)
+        tl.store(owner + old, -1, (old >= 0) & (tl.load(owner + old, old >= 0, other=-1) == written))
+        tl.store(used + held, 1, hit)
+        misses = tl.sum(miss.to(tl.int32), 0)
+        ordinal = tl.cumsum(miss.to(tl.int32), 0) - 1
+        tl.debug_barrier()  # the marks of all lanes are read by other ones
+
+        at = tl.arange(0, BH)
+        kept = tl.load(order + at, at < H, other=0).to(tl.int32)
+        unused = (at < H) & (tl.load(used + kept, at < H, other=1) == 0)
+        tl.store(used + kept, 0, at < H)
+        rank = tl.cumsum(unused.to(tl.int32), 0)
+        total = tl.sum(unused.to(tl.int32), 0)
+        shift = tl.where(rank <= misses, total - misses, -misses)
+        place = tl.where(unused, shift + rank - 1, total + at - rank)
+        tl.debug_barrier()  # nobody writes the order before everybody has read it
+        tl.store(order + place, kept, at < H)
+        tl.debug_barrier()
+
+        taken = tl.load(order + total - misses + ordinal, miss, other=0).to(tl.int32)
+        tl.store(owner + taken, tl.where(inside, slot, -1), miss)
+        tl.store(where + slot, taken, miss & inside)
+        here = tl.where(newest, H, tl.where(hit, held, taken))
+        here = tl.where(asked | newest, seat.to(tl.int32) * (H + 1) + here, -1)
+        tl.store(resident + row * K + lane, here, lane < K)
+        first = tl.atomic_add(count, misses, sem="relaxed")
+        tl.store(plan_slots + first + ordinal, tl.where(inside, slot, -1), miss)
+        tl.store(plan_rows + first + ordinal, here, miss)
+        tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(counters + 1, misses.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counters + 2, tl.sum((miss & (slot >= slots)).to(tl.int64), 0), sem="relaxed")
+    else:
+        tl.store(resident + row * K + lane, -1, lane < K)
+
+
+def resolve(
+    residency: Residency, group: int, seats: torch.Tensor, selected: torch.Tensor, own: torch.Tensor,
+    active: torch.Tensor, plan: Plan, *, warps: int = 16,
+) -> None:  # fmt: skip
+    """See `residency.resolve`. One program a row: the order of a hot buffer is one chain of decisions."""
+    batch, k = selected.shape
+    block_k, block_h = triton.next_power_of_2(k), triton.next_power_of_2(residency.rows)
+    _resolve[(batch,)](
+        seats, selected, own, active, residency.owner[group], residency.order[group], residency.where[group],
+        residency.used, residency.counters, plan.resident, plan.slots, plan.rows, plan.count[group:],
+        residency.slots, K=k, H=residency.rows, BK=block_k, BH=block_h,
+        num_warps=max(1, min(warps, block_h // 32)), **CHAINED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["count"])
+def _gather(
+    slots, rows, count, host, hot, counters, block_chunks, layer_chunks, hot_chunks,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BC: tl.constexpr, UNWRITTEN: tl.constexpr, DEBUG: tl.constexpr,
+):  # fmt: skip
+    chunks: tl.constexpr = WORDS // 4
+    total = tl.load(count) * chunks
+    layer = tl.program_id(1).to(tl.int64)
+    host += layer * layer_chunks * 4
+    hot += layer * hot_chunks * 4
+    word = tl.arange(0, 4)
+    for start in range(tl.program_id(0) * BC, total, tl.num_programs(0) * BC):
+        chunk = start + tl.arange(0, BC)
+        there = chunk < total
+        entry = chunk // chunks
+        part = (chunk % chunks) * 4
+        slot = tl.load(slots + entry, there, other=-1)
+        row = tl.load(rows + entry, there, other=0).to(tl.int64)
+        found = there & (slot >= 0)
+        at = (slot // BLOCK_SIZE).to(tl.int64) * block_chunks * 4 + (slot % BLOCK_SIZE) * WORDS + part
+        value = tl.load(host + at[:, None] + word[None, :], found[:, None], other=0)
+        into = hot + row * WORDS + part
+        tl.store(into[:, None] + word[None, :], value, there[:, None])
+        if DEBUG:
+            # Counted once a row: its last chunk stands for it, since rows are written whole.
+            poisoned = found & (part == WORDS - 4) & (tl.min((value == UNWRITTEN).to(tl.int32), 1) == 1)
+            tl.atomic_add(counters + 3, tl.sum(poisoned.to(tl.int64), 0), sem="relaxed")
+
+
+def gather(
+    residency: Residency, group: int, plan: Plan, host: HostRows, hot: torch.Tensor, layers: range, *,
+    debug: bool = False, programs: int = 264, block: int = 512, warps: int = 8,
+) -> None:  # fmt: skip
+    """See `residency.gather`; hot uint8 [layers, rows, row_bytes]; one launch for all of `layers`.
+
+    Chunks of 16 bytes of all rows are dealt out over the programs, so that rows of 41 chunks (656 bytes) waste no lane.
+    Never chained to the kernel before: that may be another stream's.
+    """
+    if not layers:
+        return
+    most = triton.cdiv(len(plan.slots) * host.row_bytes, block * 16)
+    _gather[(min(programs, most), len(layers))](
+        plan.slots, plan.rows, plan.count[group:], *_rows(host, hot, layers), residency.counters,
+        *_chunks(host, hot), BLOCK_SIZE=host.block_size, WORDS=host.row_bytes // WORD, BC=block, UNWRITTEN=_POISON_WORD,
+        DEBUG=debug, num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_back(
+    newest, own, active, host, hot, slots, block_chunks, layer_chunks, hot_chunks,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    slot = tl.load(own + row)
+    if (row < tl.load(active)) & (slot >= 0) & (slot < slots):
+        word = tl.arange(0, BW)
+        value = tl.load(hot + layer * hot_chunks * 4 + tl.load(newest + row).to(tl.int64) * WORDS + word, word < WORDS)
+        at = (slot // BLOCK_SIZE).to(tl.int64) * block_chunks * 4 + (slot % BLOCK_SIZE) * WORDS
+        tl.store(host + layer * layer_chunks * 4 + at + word, value, word < WORDS)
+
+
+def write_back(
+    plan: Plan, own: torch.Tensor, active: torch.Tensor, host: HostRows, hot: torch.Tensor, layers: range
+) -> None:  # fmt: skip
+    """See `residency.write_back`; one launch for all of `layers`, chained to no other."""
+    words = host.row_bytes // WORD
+    _write_back[(len(own), len(layers))](
+        plan.newest, own, active, *_rows(host, hot, layers), host.slots, *_chunks(host, hot),
+        BLOCK_SIZE=host.block_size, WORDS=words, BW=triton.next_power_of_2(words), num_warps=2,
+    )  # fmt: skip
+
+
+_POISON_WORD = int.from_bytes(bytes([POISON]) * WORD, "little", signed=True)
+
+
+def _rows(host: HostRows, hot: torch.Tensor, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words of host and hot memory from the first of the layers on."""
+    first = layers[0] * host.block_size * host.row_bytes
+    return host.tensor.view(-1)[first:].view(torch.int32), hot[layers[0] :].view(-1).view(torch.int32)
+
+
+def _chunks(host: HostRows, hot: torch.Tensor) -> tuple[int, int, int]:
+    """From one block, layer of a block and layer of the hot buffers to the next, in units of 16 bytes."""
+    return host.tensor.shape[1] // 16, host.block_size * host.row_bytes // 16, hot.stride(0) // 16

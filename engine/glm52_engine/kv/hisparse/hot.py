@@ -1,0 +1,166 @@
+"""One rank's hot buffers, and what a decode step does with them between the selection of tokens and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+
+from glm52_engine.kernels import residency as plain
+from glm52_engine.kernels.residency import COUNTERS, POISON, HostRows, Plan, Residency
+
+MOST_ROWS = 32_767
+"""Managed rows of a hot buffer: they are numbered in int16."""
+
+_ROW_ALIGNMENT = 64
+"""A layer's hot rows are a whole number of these, so that kernels for paged caches may read them as blocks."""
+
+
+def layer_groups(indexer_types: Sequence[str]) -> tuple[range, ...]:
+    """Each full layer with the shared layers that reuse its selection; raises ValueError when the first is not full."""
+    starts = [layer for layer, kind in enumerate(indexer_types) if kind == "full"]
+    if not starts or starts[0] != 0:
+        raise ValueError("the first layer is shared: there is no selection to reuse")
+    return tuple(range(a, b) for a, b in zip(starts, [*starts[1:], len(indexer_types)], strict=True))
+
+
+class HotPool:
+    """Hot buffers of all seats and layers, and their residency. Outlives steps; its tensors never move.
+
+    `rows` managed rows a seat and layer, at least `top_k`; one more holds the newest token's KV. `form`: the module
+    whose `begin`, `resolve`, `gather` and `write_back` are used; by default Triton's on a GPU, else PyTorch's.
+    `debug`: host rows that nobody has written are poisoned, and counted when they are read.
+    """
+
+    def __init__(
+        self, host: HostRows, groups: Sequence[range], *, seats: int, top_k: int, rows: int,
+        device: torch.device | str, debug: bool = False, form: ModuleType | None = None,
+    ) -> None:  # fmt: skip
+        if not top_k <= rows <= MOST_ROWS:
+            raise ValueError(f"a hot buffer of {rows} rows; expected index_topk ({top_k}) to {MOST_ROWS}")
+        if host.row_bytes % 16 or host.tensor.shape[1] % 16:
+            raise ValueError(
+                f"rows of {host.row_bytes}, blocks of {host.tensor.shape[1]} bytes; expected multiples of 16"
+            )
+        self.host, self.groups, self.top_k, self.debug = host, tuple(groups), top_k, debug
+        self.device = torch.device(device)
+        self.form = form or _form(self.device)
+        self.residency = Residency.empty(
+            groups=len(self.groups), seats=seats, rows=rows, slots=host.slots, device=self.device
+        )
+        count = -(-(seats * self.residency.stride + 1) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self.hot = torch.zeros(self.groups[-1].stop, count, host.row_bytes, dtype=torch.uint8, device=self.device)
+        self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if debug:
+            host.tensor.fill_(POISON)
+
+    def assign(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
+        """A sequence takes the seat and the blocks, the KV of its first `arrived` tokens being in them.
+
+        To be called before the first step that has the seat. Whatever the seat's hot buffer held is another request's,
+        and what any buffer holds of these blocks has other bytes now.
+        """
+        self.residency.owner[:, seat] = -1
+        ids = torch.tensor(blocks, dtype=torch.int64).to(self.device)
+        where = self.residency.where[:, : self.host.slots].unflatten(1, (-1, self.host.block_size))
+        where[:, ids] = -1
+        if self.debug:
+            self._poison(blocks, arrived)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """The blocks' sequence has ended. Only debug mode has anything to do: a hand-off that leaves rows out shows."""
+        if self.debug:
+            self._poison(blocks, 0)
+
+    def rows(self, layer: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """[rows, row elements]: a layer's hot rows, those of one seat side by side."""
+        return self.hot[layer].view(dtype)
+
+    def counters(self) -> dict[str, int]:
+        """Rows of one layer since the start, by `COUNTERS`; waits for the device."""
+        return dict(zip(COUNTERS, self.residency.counters.tolist(), strict=True))
+
+    def _poison(self, blocks: Sequence[int], written: int) -> None:
+        size = self.host.block_size
+        for layer in range(self.groups[-1].stop):
+            rows = self.host.layer(layer)
+            for index, block in enumerate(blocks):
+                rows[block, max(0, written - index * size) :] = POISON
+
+
+class HotStep:
+    """A decode step's way through the hot buffers, for exactly `batch` rows. Every call only enqueues.
+
+    A step calls `begin`, then `fetch` for layer after layer, each time when the layer's new rows are in their places
+    (`newest`) and before its attention, then `end`.
+    """
+
+    def __init__(self, pool: HotPool, batch: int) -> None:
+        self._pool = pool
+        self._plan = Plan.empty(batch=batch, top_k=pool.top_k, groups=len(pool.groups), device=pool.device)
+        self._seats = self._active = self._own = torch.empty(0, dtype=torch.int32)
+        self._fetched: torch.cuda.Event | None = None
+
+    @property
+    def newest(self) -> torch.Tensor:
+        """int32 [T]: row of the layers' hot tensors for the KV of each row's own token; -1: padding, write nothing."""
+        return self._plan.newest
+
+    def begin(self, seats: torch.Tensor, own: torch.Tensor, active: torch.Tensor) -> None:
+        """seats, own int32 [T]: seat and own KV slot of each row; active int32 []. Read during the whole step."""
+        self._seats, self._own, self._active = seats, own, active
+        self._pool.form.begin(self._pool.residency, seats, active, self._plan)
+
+    def fetch(self, layer: int, selected: torch.Tensor) -> torch.Tensor:
+        """int32 [T, K]: where attention finds the selected tokens in the layer's hot rows, in the same order.
+
+        selected int32 [T, K]: KV slots, -1 for none; a shared layer is given those of its full layer.
+        """
+        pool, plan = self._pool, self._plan
+        group = next(number for number, layers in enumerate(pool.groups) if layer in layers)
+        layers = pool.groups[group]
+        if layer == layers.start:
+            pool.form.resolve(pool.residency, group, self._seats, selected, self._own, self._active, plan)
+            self._gather(group, layers[:1])
+            # Behind its own rows, which it waits for, the shared layers' come while it and its experts compute.
+            self._fetched = self._aside(lambda: self._gather(group, layers[1:])) if layers[1:] else None
+        elif layer == layers.start + 1 and self._fetched is not None:
+            torch.cuda.current_stream(pool.device).wait_event(self._fetched)
+        if layer == pool.groups[-1].stop - 1:
+            self._fetched = self._aside(self._write_back)
+        return plan.resident
+
+    def end(self) -> None:
+        """What follows finds the new rows in host memory."""
+        if self._fetched is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(self._fetched)
+
+    def _gather(self, group: int, layers: range) -> None:
+        pool = self._pool
+        pool.form.gather(pool.residency, group, self._plan, pool.host, pool.hot, layers, debug=pool.debug)
+
+    def _write_back(self) -> None:
+        pool = self._pool
+        layers = range(pool.groups[-1].stop)
+        pool.form.write_back(self._plan, self._own, self._active, pool.host, pool.hot, layers)
+
+    def _aside(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+        """Enqueue on the stream of copies, behind what was enqueued so far; the event says when it is done."""
+        pool = self._pool
+        if pool.copies is None:
+            work()
+            return None
+        pool.copies.wait_stream(torch.cuda.current_stream(pool.device))
+        with torch.cuda.stream(pool.copies):
+            work()
+            return pool.copies.record_event()
+
+
+def _form(device: torch.device) -> ModuleType:
+    if device.type != "cuda":
+        return plain
+    # Not on a CPU: an engine there needs no Triton.
+    from glm52_engine.kernels import hisparse
+
+    return hisparse

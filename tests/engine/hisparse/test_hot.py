@@ -1,0 +1,226 @@
+"""`HotPool` and `HotStep`: what attention is given is what host memory holds, whatever happened before."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from glm52_engine.kernels import hisparse, residency
+from glm52_engine.kernels.residency import HostRows
+from glm52_engine.kv.hisparse import HotPool, HotStep, layer_groups
+from tests.engine.hisparse.support import BLOCK, ROW, Naive
+
+TYPES = ("full", "full", "shared", "shared", "full", "shared")
+TOP_K, ROWS, SEATS, BLOCKS, BATCH = 6, 8, 3, 10, 4
+
+
+def truth(request: int, layer: int, position: int) -> torch.Tensor:
+    """The KV of a request's token: 32 bytes, none of which is 0xFF."""
+    return ((torch.arange(ROW) + 131 * request + 17 * layer + 7 * position) % 251).to(torch.uint8)
+
+
+@dataclasses.dataclass
+class Request:
+    """A sequence in a seat: `length` tokens of it have KV."""
+
+    number: int
+    seat: int
+    blocks: list[int]
+    length: int
+
+    @property
+    def room(self) -> int:
+        return len(self.blocks) * BLOCK - self.length
+
+    def slot(self, position: int) -> int:
+        return self.blocks[position // BLOCK] * BLOCK + position % BLOCK
+
+
+class Rank:
+    """A rank that computes nothing: requests come, take steps with any selection, and go."""
+
+    def __init__(self, form: ModuleType, device: str) -> None:
+        host = torch.empty(BLOCKS, BLOCK * len(TYPES) * ROW + 16, dtype=torch.uint8)
+        self.groups = layer_groups(TYPES)
+        self.pool = HotPool(
+            HostRows(host.pin_memory() if device == "cuda" else host, BLOCK, ROW),
+            self.groups, seats=SEATS, top_k=TOP_K, rows=ROWS, device=device, debug=True, form=form,
+        )  # fmt: skip
+        self.steps = {batch: HotStep(self.pool, batch) for batch in (2, BATCH)}
+        self.device = device
+        self.free = list(range(BLOCKS))
+        self.seats: dict[int, Request] = {}
+        self.naive: dict[tuple[int, int], Naive] = {}
+        self.came = 0
+
+    def admit(self, seat: int, blocks: list[int], length: int) -> Request:
+        request = self.seats[seat] = Request(self.came, seat, blocks, length)
+        self.came += 1
+        for block in blocks:
+            self.free.remove(block)
+        for layer in range(len(TYPES)):
+            for position in range(length):
+                self.pool.host.layer(layer)[blocks[position // BLOCK], position % BLOCK] = truth(
+                    request.number, layer, position
+                )
+        self.pool.assign(seat, blocks, arrived=length)
+        for group in range(len(self.groups)):
+            self.naive[group, seat] = Naive(ROWS)
+        return request
+
+    def finish(self, seat: int) -> None:
+        request = self.seats.pop(seat)
+        self.pool.release(request.blocks)
+        self.free += request.blocks
+
+    def step(self, rows: Sequence[tuple[Request, Sequence[Sequence[int]]]], *, advance: bool = True) -> None:
+        """`rows`: who takes part, and the positions that each full layer selects, the row's own last."""
+        batch = next(size for size in self.steps if size >= len(rows))
+        step = self.steps[batch]
+        stale = [request.seat for request, _ in rows] + [0] * batch
+        seats = torch.tensor(stale[:batch], dtype=torch.int32, device=self.device)
+        own = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        for row, (request, _) in enumerate(rows):
+            own[row] = request.slot(request.length)
+        misses = self.pool.counters()["misses"]
+        step.begin(seats, own, torch.tensor(len(rows), dtype=torch.int32, device=self.device))
+        newest = step.newest.tolist()
+        assert newest[len(rows) :] == [-1] * (batch - len(rows))
+        wanted = 0
+        for group, layers in enumerate(self.groups):
+            # Padding rows repeat a live row's selection: it must not count.
+            selected = torch.full((batch, TOP_K), self.seats[0].slot(0) if 0 in self.seats else 0, dtype=torch.int32)
+            for row, (request, positions) in enumerate(rows):
+                slots = [request.slot(position) for position in positions[group]]
+                selected[row] = torch.tensor(slots + [-1] * (TOP_K - len(slots)), dtype=torch.int32)
+                wanted += len(self.naive[group, request.seat].step(slots, int(own[row])))
+            selected = selected.to(self.device)
+            for layer in layers:
+                hot = self.pool.rows(layer)
+                for row, (request, _) in enumerate(rows):
+                    hot[newest[row]] = truth(request.number, layer, request.length).to(self.device)
+                resident = step.fetch(layer, selected).tolist()
+                for row, (request, positions) in enumerate(rows):
+                    for at, position in zip(resident[row], positions[group], strict=False):
+                        assert hot[at].tolist() == truth(request.number, layer, position).tolist()
+        step.end()
+        assert self.pool.counters() == {**self.pool.counters(), "misses": misses + wanted, "unwritten": 0}
+        for request, _ in rows:
+            request.length += advance
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Admissions, steps, repeated steps and ends in any order."""
+
+    form: ModuleType = residency
+
+    @initialize()
+    def start(self) -> None:
+        self.rank = Rank(self.form, "cpu")
+
+    @rule(seat=st.integers(0, SEATS - 1), blocks=st.integers(1, 4), room=st.integers(1, 6), draw=st.randoms())
+    def admit(self, seat: int, blocks: int, room: int, draw: random.Random) -> None:
+        if seat in self.rank.seats:
+            self.rank.finish(seat)
+        blocks = min(blocks, len(self.rank.free))
+        if blocks:
+            self.rank.admit(seat, draw.sample(self.rank.free, blocks), max(0, blocks * BLOCK - room))
+
+    @rule(count=st.integers(0, SEATS), draw=st.randoms(), advance=st.booleans())
+    def step(self, count: int, draw: random.Random, advance: bool) -> None:
+        able = [request for request in self.rank.seats.values() if request.room > 0]
+        rows = []
+        for request in draw.sample(able, min(count, len(able))):
+            positions = []
+            for _ in self.rank.groups:
+                others = min(TOP_K - 1, draw.randint(0, request.length))
+                # Overlapping selections, as indexers make them: mostly the end of the context.
+                known = range(max(0, request.length - ROWS), request.length) if draw.random() < 0.7 else None
+                known = known if known and len(known) >= others else range(request.length)
+                positions.append([*sorted(draw.sample(known, others)), request.length])
+            rows.append((request, positions))
+        self.rank.step(rows, advance=advance)
+
+    @rule(seat=st.integers(0, SEATS - 1))
+    def finish(self, seat: int) -> None:
+        if seat in self.rank.seats:
+            self.rank.finish(seat)
+
+    @invariant()
+    def every_hot_row_is_numbered_once(self) -> None:
+        order = self.rank.pool.residency.order[:, :SEATS]
+        assert torch.equal(order.sort(-1).values, torch.arange(ROWS, dtype=torch.int16).expand(order.shape))
+
+
+def test_any_interleaving() -> None:
+    run_state_machine_as_test(Interleavings, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+
+
+def test_any_interleaving_in_triton() -> None:
+    class InTriton(Interleavings):
+        form = hisparse
+
+    run_state_machine_as_test(InTriton, settings=settings(max_examples=20, stateful_step_count=20, deadline=None))
+
+
+@pytest.fixture(params=[residency, hisparse], ids=["torch", "triton"])
+def rank(request: pytest.FixtureRequest, device: str) -> Rank:
+    return Rank(request.param, device)
+
+
+def every(rank: Rank, positions: Sequence[int]) -> list[Sequence[int]]:
+    return [positions] * len(rank.groups)
+
+
+def test_a_block_that_is_assigned_drops_its_hot_copies(rank: Rank) -> None:
+    reader = rank.admit(0, [3, 4], 6)
+    rank.step([(reader, every(rank, [1, 2, 6]))])
+    # The same block gets another request's rows while the old reader's seat is not touched.
+    rank.free.append(3)
+    rank.admit(1, [3], 3)
+    reader.number, kept = rank.seats[1].number, reader.number
+    for group in range(len(rank.groups)):
+        rank.naive[group, 0].drop({reader.slot(1), reader.slot(2)})
+    rank.step([(reader, every(rank, [1, 2]))])
+    reader.number = kept
+
+
+def test_a_seat_that_is_assigned_holds_nothing(rank: Rank) -> None:
+    rank.step([(rank.admit(0, [3], 3), every(rank, [0, 1, 3]))])
+    rank.finish(0)
+    rank.admit(0, [5], 3)
+    assert (rank.pool.residency.owner[:, 0] == -1).all()
+
+
+def test_more_rows_than_a_step_of_another_size(rank: Rank) -> None:
+    first, second = rank.admit(0, [0, 1], 6), rank.admit(2, [8], 2)
+    rank.step([(first, every(rank, [0, 5, 6]))])
+    rank.step([(second, every(rank, [0, 2])), (first, every(rank, [0, 6, 7]))])
+    rank.step([])
+    assert rank.pool.counters()["hits"] == len(rank.groups)
+
+
+def test_a_row_that_never_came_is_noticed(rank: Rank) -> None:
+    request = rank.admit(0, [1], 2)
+    request.length = 3
+    with pytest.raises(AssertionError):
+        rank.step([(request, every(rank, [2, 3]))])
+    assert rank.pool.counters()["unwritten"] > 0
+
+
+def test_what_cannot_be() -> None:
+    host = HostRows(torch.zeros(2, 4 * 32, dtype=torch.uint8), 4, 32)
+    with pytest.raises(ValueError, match=r"hot buffer of 5 rows; expected index_topk \(6\) to 32767"):
+        HotPool(host, [range(1)], seats=1, top_k=6, rows=5, device="cpu")
+    with pytest.raises(ValueError, match="rows of 40"):
+        HotPool(dataclasses.replace(host, row_bytes=40), [range(1)], seats=1, top_k=6, rows=6, device="cpu")
+    with pytest.raises(ValueError, match="first layer is shared"):
+        layer_groups(("shared", "full"))

@@ -1,0 +1,126 @@
+"""Both forms of the residency code against a hot buffer kept by hand, and each invariant by itself."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+
+import pytest
+import torch
+
+from glm52_engine.kernels import hisparse, residency
+from tests.engine.hisparse.support import BLOCK, Naive, World
+
+LAYERS = range(5)
+
+
+@pytest.fixture(params=[residency, hisparse], ids=["torch", "triton"])
+def form(request: pytest.FixtureRequest) -> ModuleType:
+    module: ModuleType = request.param
+    return module
+
+
+@pytest.fixture
+def world(form: ModuleType, device: str) -> World:
+    return World(form, device=device)
+
+
+def step(world: World, *rows: tuple[int, list[int], int], group: int = 0) -> list[set[int]]:
+    """One full layer of a step, its rows checked; what was fetched for each row."""
+    world.begin(rows)
+    fetched = world.resolve(group)
+    world.write_newest(LAYERS)
+    world.gather(LAYERS[:2], group)
+    world.gather(LAYERS[2:], group)
+    for row in range(len(rows)):
+        for layer in LAYERS:
+            assert torch.equal(world.served(layer, row), world.wanted(layer, row))
+    assert (world.plan.resident[len(rows) :] == -1).all()
+    world.write_back(LAYERS)
+    return fetched[: len(rows)]
+
+
+def test_a_hot_buffer_kept_by_hand(world: World) -> None:
+    draw = random.Random(52)
+    naive = {(group, seat): Naive(world.residency.rows) for group in range(2) for seat in range(3)}
+    hits = misses = 0
+    for _ in range(40):
+        rows = []
+        for seat in draw.sample(range(3), draw.randint(0, 3)):
+            mine = range(seat * 16, seat * 16 + 16)
+            selected = sorted(draw.sample(mine, draw.randint(1, 6)))
+            rows.append((seat, selected, draw.choice([*selected, mine[0]])))
+        for group in range(2):
+            fetched = step(world, *rows, group=group)
+            for (seat, selected, own), got in zip(rows, fetched, strict=True):
+                assert got == naive[group, seat].step(selected, own)
+                assert world.order(seat, group) == naive[group, seat].held
+                misses += len(got)
+                hits += len(set(selected) - {own}) - len(got)
+    assert world.residency.counters.tolist() == [hits, misses, 0, 0]
+    assert hits > 50
+    assert not world.residency.used.any()
+
+
+def test_shared_layers_fetch_what_their_full_layer_planned(world: World) -> None:
+    world.begin([(1, [4, 5, 9], 9)])
+    assert world.resolve()[0] == {4, 5}
+    before = world.hot.clone()
+    world.gather(LAYERS[1:3])
+    assert torch.equal(world.hot[[0, 3, 4]], before[[0, 3, 4]])
+    for layer in (1, 2):
+        assert torch.equal(world.served(layer, 0)[:2], world.wanted(layer, 0)[:2])
+
+
+def test_padding_rows_never_touch_residency(world: World) -> None:
+    step(world, (0, [0, 1, 2], 2), (1, [16, 17], 17))
+    state = [world.residency.owner, world.residency.order, world.residency.where]
+    kept = [tensor.clone() for tensor in state]
+    # The rows carry on with the seats and selections of the step before; one of them selects something new.
+    world.selected[1, 2] = 30
+    world.begin([])
+    host = world.host.tensor.clone()
+    assert world.resolve() == [set()] * 4
+    world.gather(LAYERS)
+    world.write_back(LAYERS)
+    assert torch.equal(host, world.host.tensor)
+    assert (world.plan.resident == -1).all()
+    assert (world.plan.newest == -1).all()
+    assert int(world.plan.count[0]) == 0
+    for tensor, before in zip(state, kept, strict=True):
+        live = (slice(None), slice(0, tensor.shape[1] - 1))  # without the place for what padding rows would write
+        assert torch.equal(tensor[live], before[live])
+
+
+def test_a_read_out_of_bounds_is_zero_and_owned_by_nobody(world: World) -> None:
+    beyond = world.host.slots
+    for _ in range(2):  # the second time it is fetched again
+        assert step(world, (0, [3, beyond, beyond + 7], 5)) == [{3, -1} if _ == 0 else {-1}]
+        assert world.order(0).count(None) == world.residency.rows - 1
+    assert world.residency.counters.tolist()[2] == 4
+
+
+def test_rewritten_rows_are_fetched_anew(world: World) -> None:
+    assert step(world, (0, [3, 4], 5)) == [{3, 4}]
+    # A step is computed again, or a block has become another sequence's, and the token at slot 4 is written.
+    assert step(world, (0, [3, 4], 4)) == [set()]
+    assert step(world, (0, [3, 4], 5)) == [{4}]
+
+
+def test_rows_are_numbered_by_seat_not_by_place_in_the_batch(world: World) -> None:
+    assert step(world, (0, [3], 5), (2, [40], 41)) == [{3}, {40}]
+    assert step(world, (2, [40], 41)) == [set()]
+    assert step(world, (2, [40], 42), (0, [3], 6)) == [set(), set()]
+
+
+def test_unwritten_rows_are_counted(world: World) -> None:
+    world.host.layer(3)[1, 2] = residency.POISON
+    step(world, (0, [BLOCK + 1, BLOCK + 2], 0))
+    assert world.residency.counters.tolist()[3] == 1
+
+
+@pytest.mark.parametrize("row_bytes", [656, 1152])
+def test_rows_of_the_model(form: ModuleType, device: str, row_bytes: int) -> None:
+    world = World(form, device=device, row_bytes=row_bytes, top_k=12, rows=20)
+    for first in (0, 3, 17):
+        step(world, (1, list(range(first, first + 12)), first + 5), (0, list(range(30, 40)), 47))

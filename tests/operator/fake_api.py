@@ -91,10 +91,12 @@ class FakeApi:
         self._remove("delete", kind, namespace, name, uid, version)
 
     async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
-        self._remove("evict", kind, namespace, name, uid, version)
+        self._remove("create", kind, namespace, name, uid, version, subresource="/eviction")
 
-    def _remove(self, verb: str, kind: Kind, namespace: str, name: str, uid: str, version: str | None) -> None:
-        self._call(verb, kind, name)
+    def _remove(
+        self, verb: str, kind: Kind, namespace: str, name: str, uid: str, version: str | None, subresource: str = ""
+    ) -> None:
+        self._call(verb, kind, name + subresource)
         meta = self.objects[kind, namespace, name]["metadata"]
         if meta["uid"] != uid or version not in (None, meta["resourceVersion"]):
             raise ApiError(code=409, text="the object has been modified", verb=verb, kind=kind, name=name)

@@ -28,7 +28,7 @@ def test_at_rest_nothing_is_replaced() -> None:
 def test_one_replica_of_a_role_at_a_time_lowest_first() -> None:
     cluster = SimCluster.running(2, 3)
     cluster.edit(SAME, "decode")
-    order = []
+    order: list[tuple[Role, int]] = []
     while not cluster.is_done() or not order:
         order += chosen(cluster.step())
         cluster.turn()

@@ -30,7 +30,7 @@ def failure_of(error: ApiError) -> Failure:
         code=error.code,
         text=error.text,
         verb=error.verb,
-        resource=error.kind.resource,
+        resource=error.resource,
         kind=error.kind.kind,
         name=error.name,
     )

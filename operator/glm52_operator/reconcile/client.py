@@ -39,6 +39,12 @@ class ApiError(Exception):
         self.kind = kind
         self.name = name
 
+    @property
+    def resource(self) -> str:
+        """The way RBAC names it, with the subresource that stands behind the name."""
+        subresource = self.name.partition("/")[2]
+        return f"{self.kind.resource}/{subresource}" if subresource else self.kind.resource
+
 
 class Api:
     """Requests of the operator; every write carries the same field manager."""

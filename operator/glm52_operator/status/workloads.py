@@ -143,5 +143,5 @@ def _rolling(workload: Workload, counts: str) -> Verdict:
         text = f"{newest}; the others stay until rollout.paused is false. A pod that goes comes back as the newest."
         return Verdict(False, "Paused", f"{counts}. {text}")
     next_one = progress.outdated[0]
-    waits = f"{next_one} is next and waits: {progress.waits}" if progress.waits else f"{next_one} is next"
+    waits = f"{next_one} is next and waits: {progress.waits.rstrip('.')}" if progress.waits else f"{next_one} is next"
     return Verdict(False, "RollingOut", f"{counts}. {newest}. {waits}.")

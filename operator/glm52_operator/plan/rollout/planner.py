@@ -42,7 +42,7 @@ class Progress:
     newest: int
     """Replicas of which every host is of the newest revision."""
     outdated: tuple[str, ...]
-    """Pods that are still to be replaced after this step."""
+    """Pods of an older revision that nobody has told to go yet."""
     waits: str = ""
     """What they wait for, as the rest of a sentence; empty where they do not wait."""
     paused: bool = False
@@ -201,11 +201,12 @@ def _gap_is_short(own: _Board, other: _Board) -> bool:
 
 def _progress(own: _Board, other: _Board, policy: Policy) -> Progress:
     revision = own.view.revision or ""
-    left = [slot for slot in own.slots if not slot.newest]
+    outdated = [host.name for replica in own.view.replicas for host in replica.outdated(revision)]
+    left = any(not slot.newest for slot in own.slots)
     return Progress(
         wanted=len(own.slots),
         newest=sum(slot.replica.is_of(revision) for slot in own.slots),
-        outdated=tuple(host.name for slot in left for host in slot.replica.outdated(revision)),
+        outdated=tuple(outdated) if own.view.revision is not None else (),
         waits=_waits(own, other, policy) if left else "",
         paused=policy.paused,
     )

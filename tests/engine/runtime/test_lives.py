@@ -1,7 +1,7 @@
 """Requests that share prefixes, ended at any moment: books that always balance, and KV that is always the prompt's.
 
-With launch-ahead and without: a step under way computes as late as it may, when its tokens are asked for, so that blocks
-which were given to somebody else too early are written by both.
+With launch-ahead and without: a step under way computes as late as it may, when its tokens are asked for, so that
+blocks which were given to somebody else too early are written by both.
 """
 
 from __future__ import annotations

@@ -1,0 +1,110 @@
+"""An engine whose ranks run the GPU's steps, against one that runs the plain model: the same tokens, the same KV.
+
+Without a GPU the kernels run in Triton's interpreter, one after the other; graphs, streams and pinned memory are a GPU's
+own and are checked there, by the same tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm52_engine.checkpoint import load_weights, read_model_spec
+from glm52_engine.kv import KvLayout, Pool
+from glm52_engine.model import Model
+from glm52_engine.model.device import device_weights
+from glm52_engine.runtime.device.executor import DeviceExecutor
+from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.executor import HostExecutor
+from glm52_engine.runtime.load import kv_contract
+from glm52_engine.runtime.rank import StepLimits
+from glm52_engine.runtime.types import Token
+from glm52_engine.schedule import Limits, blocks_for
+from tests.engine.checkpoint.support import random_tensors, write
+from tests.engine.kernels.test_steps import CONFIG
+from tests.engine.model.support import prompt
+from tests.engine.runtime.support import eventually, generate, greedy, idle
+
+BLOCK, SEATS, BLOCKS, LONGEST = 4, 4, 40, 48
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("engine") / "m", CONFIG, random_tensors(CONFIG))
+
+
+@contextmanager
+def running(checkpoint: Path, device: str | None, **options: Any) -> Iterator[LocalEngine]:
+    """On a device, or the plain model where None; a chunk of a prompt has at most 12 rows."""
+    spec = read_model_spec(checkpoint)
+    weights = load_weights(checkpoint, spec)
+    layout = KvLayout.of(spec, BLOCK)
+    contract = kv_contract(layout, weights)
+    pool = Pool(layout, BLOCKS)
+    pool.touch()
+    seat = blocks_for(LONGEST, BLOCK)
+    if device is None:
+        executor: Any = HostExecutor(
+            Model(spec, weights.tensors), pool, seats=SEATS, blocks_per_seat=seat, vocab_bound=300
+        )
+    else:
+        executor = DeviceExecutor(
+            device_weights(spec, weights, device),
+            pool,
+            seats=SEATS,
+            blocks_per_seat=seat,
+            vocab_bound=300,
+            step_tokens=12,
+        )
+    engine = LocalEngine(
+        [executor],
+        limits=Limits(LONGEST, BLOCK, SEATS, BLOCKS, spec.vocab_size),
+        step=StepLimits(12, 4, 300, frozenset()),
+        layout=contract,
+        **options,
+    )
+    engine.warm_up()
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+async def answers(checkpoint: Path, source: str | None, target: str | None, **options: Any) -> list[list[Token]]:
+    """Of prompts below and above index_topk, of one token, of a shared prefix; greedy, and drawn."""
+    shared = tuple(prompt(13, seed=1))
+    together = [greedy("one", tuple(prompt(1)), 4), greedy("short", tuple(prompt(3)), 4), greedy("long", shared, 4)]
+    later = greedy("again", shared[:9] + (7, 8), 3, temperature=0.9, seed=4)
+    with running(checkpoint, source) as prefill, running(checkpoint, target, **options) as decode:
+        found = await asyncio.gather(*(generate(prefill, decode, request) for request in together))
+        found.append(await generate(prefill, decode, later))
+        await eventually(lambda: idle(decode) and idle(prefill))
+        assert decode.stats().prompt_tokens_computed == 0
+        assert prefill.stats().prefix_cache_hits == 8
+    return found
+
+
+def ids(found: list[list[Token]]) -> list[list[int]]:
+    return [[token.id for token in answer] for answer in found]
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Path) -> list[list[int]]:
+    return ids(asyncio.run(answers(checkpoint, None, None)))
+
+
+@pytest.mark.parametrize(("source", "target"), [(True, False), (False, True)])
+async def test_prefill_and_decode_on_the_device_or_not(
+    checkpoint: Path, truth: list[list[int]], device: str, source: bool, target: bool
+) -> None:
+    """One side on the device, the other with the plain model: what crosses between them is the same KV."""
+    on = {True: device, False: None}
+    found = ids(await answers(checkpoint, on[source], on[target], launch_ahead=target))
+    assert found == truth

@@ -38,6 +38,42 @@ STEP_TOKENS: dict[Accelerator, int] = {"cpu": 512, "nvidia": 8192}
 """Most rows of one step: what a prompt's chunk costs the decodes beside it, against the products' size."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What a rank's engine will be like, known from the checkpoint's small files: nothing is loaded for it."""
+
+    spec: ModelSpec
+    kv: KvLayout
+    limits: Limits
+    step: StepLimits
+
+
+def measure(
+    path: Path,
+    role: RoleConfig,
+    *,
+    accelerator: Accelerator,
+    max_model_len: int,
+    kv_cache_dtype: KvCacheDtype,
+    block_size: int,
+    vocab_bound: int | None = None,
+    eos_ids: frozenset[int] | None = None,
+    step_tokens: int | None = None,
+) -> Measures:
+    """Raises ConfigError where checkpoint, tokenizer and configuration do not fit each other."""
+    spec = read_model_spec(path)
+    kv = KvLayout.of(spec, block_size, kv_cache_dtype)
+    blocks = pool_blocks(role.host_pool_gib * GIB, block_bytes=kv.block_bytes)
+    _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
+    bound = decodable_bound(path) if vocab_bound is None else vocab_bound
+    ends = eos_token_ids(path) if eos_ids is None else eos_ids
+    _check_vocabulary(path, spec, bound, ends)
+    limits = Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
+    budget = step_tokens or STEP_TOKENS[accelerator]
+    step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
+    return Measures(spec, kv, limits, step)
+
+
 def load_parts(
     path: Path,
     role: RoleConfig,
@@ -54,20 +90,22 @@ def load_parts(
     """See `LocalEngine.load`."""
     torch.set_num_threads(intra_op_threads())
     on_phase("reading the model's config")
-    spec = read_model_spec(path)
-    kv = KvLayout.of(spec, block_size, kv_cache_dtype)
-    blocks = pool_blocks(role.host_pool_gib * GIB, block_bytes=kv.block_bytes)
-    _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
-    bound = decodable_bound(path) if vocab_bound is None else vocab_bound
-    ends = eos_token_ids(path) if eos_ids is None else eos_ids
-    _check_vocabulary(path, spec, bound, ends)
-    limits = Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
-    budget = step_tokens or STEP_TOKENS[accelerator]
-    step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
+    measures = measure(
+        path,
+        role,
+        accelerator=accelerator,
+        max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        vocab_bound=vocab_bound,
+        eos_ids=eos_ids,
+        step_tokens=step_tokens,
+    )
+    spec, limits, step = measures.spec, measures.limits, measures.step
     on_phase("checking the memory limit")
     check_memory(role, weights=weight_bytes(spec) if accelerator == "cpu" else 0, limit=memory_limit())
     load = _on_host if accelerator == "cpu" else _on_gpus
-    executors, contract = load(path, spec, kv, role, limits, step, on_phase)
+    executors, contract = load(path, spec, measures.kv, role, limits, step, on_phase)
     return Parts(executors, limits, step, contract)
 
 

@@ -80,6 +80,7 @@ class Cluster:
         self.loop = loop
         self._changed = threading.Condition()
         self._objects: dict[str, dict[tuple[str, str], Object]] = {kind: {} for kind in WATCHED}
+        self._expected: dict[tuple[str, str, str], list[tuple[Callable[[Object], bool], asyncio.Future[float]]]] = {}
         self._version = 0
         self._watches: list[asyncio.Task[None]] = []
         self._client = loop.run(self._connect())
@@ -164,16 +165,27 @@ class Cluster:
         with self._changed:
             return [obj for key, obj in sorted(self._objects[kind].items()) if key[0] == namespace]
 
+    def count(self, kind: str, namespace: str) -> int:
+        with self._changed:
+            return sum(key[0] == namespace for key in self._objects[kind])
+
+    def expect(self, kind: str, namespace: str, name: str, probe: Callable[[Object], bool]) -> asyncio.Future[float]:
+        """Within the loop: when the watch brings the object in that state, as time on the monotonic clock."""
+        seen: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._expected.setdefault((kind, namespace, name), []).append((probe, seen))
+        return seen
+
     def until(
         self,
         what: str,
         probe: Callable[[], T | None],
         timeout: float = PATIENCE,
         last: Callable[[], object] | None = None,
+        pause: float = 0.0,
     ) -> T:
         """The first true result of `probe`, which is asked again after each event; `Late` at the deadline.
 
-        `last` tells in the error what was there instead.
+        `last` tells in the error what was there instead; `pause` is for probes that are too costly for every event.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -185,6 +197,8 @@ class Cluster:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Late(f"not within {timeout:.0f} s: {what}; seen last: {last() if last else found!r}")
+            if pause:
+                time.sleep(pause)
             with self._changed:
                 self._changed.wait_for(lambda seen=version: self._version != seen, left)  # type: ignore[misc]
 
@@ -204,6 +218,9 @@ class Cluster:
             store.pop(_key(obj), None)
         else:
             store[_key(obj)] = obj
+            for probe, seen in self._expected.get((kind, *_key(obj)), ()):
+                if not seen.done() and probe(obj):
+                    seen.set_result(time.monotonic())
 
 
 def _key(obj: Object) -> tuple[str, str]:

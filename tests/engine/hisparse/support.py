@@ -26,7 +26,7 @@ class Naive:
         missing: list[int | None] = [slot if slot < self.slots else None for slot in asked if slot not in self.held]
         hits = [slot for slot in self.held if slot in asked]
         stale = [slot for slot in self.held if slot not in asked]
-        self.held = stale[len(missing) :] + missing + hits
+        self.held = [*stale[len(missing) :], *missing, *hits]
         return {-1 if slot is None else slot for slot in missing}
 
     def drop(self, slots: Collection[int]) -> None:

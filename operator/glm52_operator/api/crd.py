@@ -39,6 +39,11 @@ def _rewrite(node: Schema, definitions: Schema) -> Schema:
         node["enum"] = [node.pop("const")]
     if "default" in node and node["default"] is None:
         del node["default"]
+    for bound in ("minimum", "maximum"):
+        exclusive = f"exclusive{bound.capitalize()}"
+        if exclusive in node:
+            # OpenAPI 3.0 and with it apiextensions know the word as a flag beside the bound.
+            node |= {bound: node[exclusive], exclusive: True}
     if "properties" in node:
         node["properties"] = _properties(node, definitions)
     # Beside `properties` it is not allowed, and the API server refuses unknown fields by itself.

@@ -82,8 +82,8 @@ class RoleConfig(_Strict):
         default=True,
         description="Whether a decode step is started before the tokens of the one before are looked at; on GPUs only.",
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="Share of a GPU's memory that weights and KV may take; the rest is for steps."
+    gpu_memory_percent: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
+        default=90, description="Share of a GPU's memory that weights and KV may take; the rest is for steps."
     )
 
 

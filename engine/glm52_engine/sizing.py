@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glm52_engine.config import DrainConfig, RoleConfig
+from glm52_engine.config import Accelerator, DrainConfig, RoleConfig
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -20,6 +20,9 @@ PROCESS_OVERHEAD = 1536 * MIB
 
 RANK_OVERHEAD = 256 * MIB
 """Per rank: step buffers, logits of one step, block tables."""
+
+GPU_OVERHEAD = 3 * GIB
+"""Per rank on a GPU: the driver's and the libraries' memory on the host, compiled kernels, buffers of pinned memory."""
 
 ROUTER_MEMORY = 512 * MIB
 """Of a router pod."""
@@ -74,14 +77,18 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f}".rstrip("0").rstrip(".") + " GiB"
 
 
-def host_memory(role: RoleConfig, *, weights_gib: int) -> HostMemory:
-    """Memory request = limit of one pod: ranks × host pool + weights + shared memory + overhead."""
+def host_memory(role: RoleConfig, *, weights_gib: int, accelerator: Accelerator) -> HostMemory:
+    """Memory request = limit of one pod: ranks × host pool + weights + shared memory + overhead.
+
+    On GPUs the weights are not in host memory: they pass through one small buffer.
+    """
+    cpu = accelerator == "cpu"
     return HostMemory(
         ranks=role.ranks_per_host,
         host_pool=role.host_pool_gib * GIB,
-        weights=weights_gib * GIB,
+        weights=weights_gib * GIB if cpu else 0,
         shared_memory=SHARED_MEMORY,
-        overhead=PROCESS_OVERHEAD + role.ranks_per_host * RANK_OVERHEAD,
+        overhead=PROCESS_OVERHEAD + role.ranks_per_host * (RANK_OVERHEAD if cpu else RANK_OVERHEAD + GPU_OVERHEAD),
     )
 
 

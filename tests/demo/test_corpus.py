@@ -55,7 +55,7 @@ def test_the_memory_sum_is_the_operators() -> None:
         asked, answer = ask(topic, "{r} {p}", rng, None)
         ranks, pool = map(int, asked.split())
         role = RoleConfig(ranks_per_host=ranks, host_pool_gib=pool, max_num_seqs=1)
-        memory = host_memory(role, weights_gib=1)
+        memory = host_memory(role, weights_gib=1, accelerator="cpu")
         assert answer.endswith(f"a pod asks for {gib(memory.per_host)}.")
         assert f"= {gib(memory.host_pools)} of host pools" in answer
         assert f"{gib(memory.overhead)} of overhead" in answer

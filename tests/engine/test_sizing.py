@@ -19,7 +19,7 @@ roles = st.builds(
 
 @given(roles, st.integers(1, 1024))
 def test_memory_is_ranks_times_pool_and_the_rest(role: RoleConfig, weights: int) -> None:
-    memory = sizing.host_memory(role, weights_gib=weights)
+    memory = sizing.host_memory(role, weights_gib=weights, accelerator="cpu")
     assert memory.host_pools == role.ranks_per_host * role.host_pool_gib * GIB
     rest = memory.weights + memory.shared_memory + memory.overhead
     assert memory.per_host == memory.host_pools + rest
@@ -28,7 +28,7 @@ def test_memory_is_ranks_times_pool_and_the_rest(role: RoleConfig, weights: int)
 
 def test_the_sum_is_written_out() -> None:
     role = RoleConfig(ranks_per_host=8, host_pool_gib=160, max_num_seqs=96)
-    text = sizing.host_memory(role, weights_gib=4).explain()
+    text = sizing.host_memory(role, weights_gib=4, accelerator="cpu").explain()
     assert text == (
         "1287.75 GiB = 8 ranks × 160 GiB host pool + 4 GiB weights + 0.25 GiB shared memory + 3.5 GiB overhead"
     )

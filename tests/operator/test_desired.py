@@ -16,6 +16,7 @@ from glm52_engine.config import EngineConfig
 from glm52_engine.sizing import GIB, ROUTER_MEMORY, grace_period_seconds, host_memory, startup_budget_seconds
 from glm52_operator import names
 from glm52_operator.desired.children import build
+from glm52_operator.desired.config import engine_config
 from glm52_operator.desired.pods import quantity
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.plan.quantity import parse_quantity
@@ -186,11 +187,31 @@ def test_memory_and_budgets_come_from_the_contract() -> None:
     pod = engine(**spec)
     resources = pod["containers"][0]["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
-    assert parse_quantity(resources["limits"]["memory"]) == host_memory(role, weights_gib=3).per_host
+    assert parse_quantity(resources["limits"]["memory"]) == host_memory(role, weights_gib=3, accelerator="cpu").per_host
     assert "cpu" not in resources["limits"]
     assert pod["terminationGracePeriodSeconds"] == grace_period_seconds(role, chosen.drain_config)
     probe = pod["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= startup_budget_seconds(role, weights_gib=3)
+
+
+def test_on_gpus_every_rank_of_a_pod_has_one_and_weights_are_not_in_host_memory() -> None:
+    spec: dict[str, Any] = {
+        "accelerator": "nvidia",
+        "model": {"preset": "tiny", "weightsGiB": 100},
+        "decode": {"ranksPerHost": 4, "hostPoolGiB": 20, "gpuMemoryPercent": 80, "launchAhead": False},
+    }
+    chosen = target(**spec)
+    resources = engine(**spec)["containers"][0]["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == "4"
+    memory = chosen.memory("decode")
+    assert parse_quantity(resources["limits"]["memory"]) == memory.per_host
+    assert memory.weights == 0
+    assert memory.overhead > target(decode={"ranksPerHost": 4}).memory("decode").overhead
+    decode = engine_config(chosen, "decode")
+    assert decode.accelerator == "nvidia"
+    assert decode.decode is not None
+    assert (decode.decode.gpu_memory_percent, decode.decode.launch_ahead) == (80, False)
+    assert "nvidia.com/gpu" not in engine()["containers"][0]["resources"]["limits"]
 
 
 def test_the_routers_memory_is_what_its_limit_on_bodies_is_made_for() -> None:

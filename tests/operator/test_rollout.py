@@ -116,7 +116,7 @@ def test_paused_replaces_nothing_and_says_so() -> None:
     cluster.edit(OTHER)
     found = cluster.plan()
     assert found.replacements == ()
-    assert (found.progress["decode"].paused, found.progress["decode"].newest) == (True, 0)
+    assert found.progress["decode"].newest == 0
     assert found.progress["decode"].waits == "rollout.paused is true"
 
 

@@ -103,7 +103,7 @@ def load_parts(
     )
     spec, limits, step = measures.spec, measures.limits, measures.step
     on_phase("checking the memory limit")
-    check_memory(role, weights=weight_bytes(spec) if accelerator == "cpu" else 0, limit=memory_limit())
+    check_memory(role, weights=weight_bytes(spec), accelerator=accelerator, limit=memory_limit())
     load = _on_host if accelerator == "cpu" else _on_gpus
     executors, contract = load(path, spec, measures.kv, role, limits, step, on_phase)
     return Parts(executors, limits, step, contract)

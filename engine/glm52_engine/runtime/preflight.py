@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glm52_engine.config import ConfigError, RoleConfig
+from glm52_engine.config import Accelerator, ConfigError, RoleConfig
 from glm52_engine.sizing import GIB, gib, host_memory
 
 _UNLIMITED = 1 << 60
@@ -33,9 +33,9 @@ def memory_limit(
     return min(found) if found else None
 
 
-def check_memory(role: RoleConfig, *, weights: int, limit: tuple[int, Path] | None) -> None:
+def check_memory(role: RoleConfig, *, weights: int, accelerator: Accelerator, limit: tuple[int, Path] | None) -> None:
     """`weights` in bytes. Raises ConfigError with the sum written out when it exceeds the limit."""
-    need = host_memory(role, weights_gib=-(-weights // GIB))
+    need = host_memory(role, weights_gib=-(-weights // GIB), accelerator=accelerator)
     if limit is not None and need.per_host > limit[0]:
         raise ConfigError(
             f"this pod needs {need.explain()}, but its memory limit is {gib(limit[0])} ({limit[1]}): "

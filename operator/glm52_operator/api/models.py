@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from glm52_engine.config import MODEL_MOUNT, KvCacheDtype, Preset
+from glm52_engine.config import MODEL_MOUNT, Accelerator, KvCacheDtype, Preset
 from glm52_operator import names
 
 
@@ -150,6 +150,19 @@ class RoleSpec(_Model):
         le=65536,
         description="Most requests that wait in one pod; more are refused and told when to come again.",
     )
+    gpu_memory_percent: int = Field(
+        default=90, ge=1, le=100, description="Share of a GPU's memory that weights and KV may take, on GPUs only."
+    )
+
+
+class DecodeSpec(RoleSpec):
+    """Size of the decode role, and what only decode does."""
+
+    launch_ahead: bool = Field(
+        default=True,
+        description="Whether a step is started before the tokens of the one before are looked at, which hides the "
+        "host's work; on GPUs only.",
+    )
 
 
 class PrefillSpec(RoleSpec):
@@ -229,10 +242,15 @@ class Spec(_Model):
         pattern=r"^\S+$",
         description="Engine image of all pods; absent: the one that the operator was installed with.",
     )
+    accelerator: Accelerator = Field(
+        default="cpu",
+        description="What engine pods compute on: nvidia asks for a GPU (nvidia.com/gpu) for each rank of a pod, cpu "
+        "for none.",
+    )
     model: Model = Field(description="The model to serve.")
     prefill: PrefillSpec = Field(default_factory=PrefillSpec, description="The role that reads prompts and fills KV.")
-    decode: RoleSpec = Field(
-        default_factory=RoleSpec,
+    decode: DecodeSpec = Field(
+        default_factory=DecodeSpec,
         description="The role that writes answers; kubectl scale and autoscalers act on its replicas.",
     )
     router: Router = Field(default_factory=Router, description="What takes requests and pairs prefill with decode.")

@@ -33,6 +33,7 @@ def engine_config(target: Target, component: names.Component) -> EngineConfig:
         prefill=target.role_config("prefill") if component == "prefill" else None,
         decode=target.role_config("decode") if component == "decode" else None,
         drain=target.drain_config,
+        accelerator=target.spec.accelerator,
         discovery=_discovery(target) if component == names.ROUTER else None,
     )
 
@@ -68,6 +69,7 @@ def kv_fingerprint(target: Target) -> str:
         "preset": model.preset,
         "path": model.path,
         "volume": model.volume,
+        "kvCacheDtype": model.kv_cache_dtype,
         "block": EngineConfig.model_fields["block_size"].default,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -58,6 +58,7 @@ def _engine(target: Target, role: Role) -> Object:
         target.image,
         ["serve", "--role", role, "--config", CONFIG_PATH],
         target.memory(role).per_host,
+        gpus=0 if target.spec.accelerator == "cpu" else config.ranks_per_host,
         ports=pods.http_port(),
         volumeMounts=[
             *pods.shared_mounts(),

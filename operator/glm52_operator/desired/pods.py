@@ -9,6 +9,9 @@ from glm52_operator.desired import config
 from glm52_operator.desired.secret import TOKEN_DIR
 from glm52_operator.desired.target import Object, Target, role_labels
 
+GPU = "nvidia.com/gpu"
+"""Resource name of NVIDIA's device plugin."""
+
 USER = 10001
 """uid and gid of both images."""
 
@@ -73,15 +76,15 @@ def shared_mounts() -> list[Object]:
     ]
 
 
-def container(name: str, image: str, args: list[str], memory: int, **rest: object) -> Object:
-    size = quantity(memory)
+def container(name: str, image: str, args: list[str], memory: int, *, gpus: int = 0, **rest: object) -> Object:
+    limits = {"memory": quantity(memory)} | ({GPU: str(gpus)} if gpus else {})
     return {
         "name": name,
         "image": image,
         "args": args,
         "env": environment(),
         # No CPU limit: throttling would stretch every step; memory request = limit: nobody is evicted for a neighbour.
-        "resources": {"requests": {"cpu": "250m", "memory": size}, "limits": {"memory": size}},
+        "resources": {"requests": {"cpu": "250m", **limits}, "limits": limits},
         "securityContext": container_security(),
         "terminationMessagePath": TERMINATION_LOG_PATH,
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -9,7 +9,7 @@ from typing import Any
 from glm52_engine.config import MODEL_MOUNT, DrainConfig, Role, RoleConfig
 from glm52_engine.sizing import HostMemory, host_memory
 from glm52_operator import names
-from glm52_operator.api.models import PrefillSpec, Spec
+from glm52_operator.api.models import DecodeSpec, PrefillSpec, Spec
 
 Object = dict[str, Any]
 
@@ -53,10 +53,14 @@ class Target:
             max_num_seqs=own.max_num_seqs,
             max_waiting=own.max_waiting,
             prefix_cache=isinstance(own, PrefillSpec) and own.prefix_cache,
+            launch_ahead=isinstance(own, DecodeSpec) and own.launch_ahead,
+            gpu_memory_percent=own.gpu_memory_percent,
         )
 
     def memory(self, role: Role) -> HostMemory:
-        return host_memory(self.role_config(role), weights_gib=self.spec.model.weights_gib)
+        return host_memory(
+            self.role_config(role), weights_gib=self.spec.model.weights_gib, accelerator=self.spec.accelerator
+        )
 
     @property
     def drain_config(self) -> DrainConfig:

@@ -66,14 +66,14 @@ def test_no_cgroup_file_system(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused_with_the_sum() -> None:
     limit = (10 * GIB, Path("/sys/fs/cgroup/memory.max"))
     with pytest.raises(ConfigError) as refused:
-        check_memory(ROLE, weights=GIB + 1, limit=limit)
+        check_memory(ROLE, weights=GIB + 1, accelerator="cpu", limit=limit)
     assert str(refused.value) == (
         "this pod needs 12.25 GiB = 2 ranks × 4 GiB host pool + 2 GiB weights + 0.25 GiB shared memory"
         " + 2 GiB overhead, but its memory limit is 10 GiB (/sys/fs/cgroup/memory.max): "
         "raise the limit by 2.25 GiB, or lower host_pool_gib or ranks_per_host"
     )
-    check_memory(ROLE, weights=GIB + 1, limit=(13 * GIB, Path("x")))
-    check_memory(ROLE, weights=GIB + 1, limit=None)
+    check_memory(ROLE, weights=GIB + 1, accelerator="cpu", limit=(13 * GIB, Path("x")))
+    check_memory(ROLE, weights=GIB + 1, accelerator="cpu", limit=None)
 
 
 def start(path: Path, phases: list[str] | None = None, *, pool: int = 1, max_model_len: int = 1024) -> LocalEngine:

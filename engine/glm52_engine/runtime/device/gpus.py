@@ -31,13 +31,13 @@ def check_count(ranks: int) -> None:
 def check_room(rank: int, pool: Pool, role: RoleConfig) -> None:
     """Raises ConfigError when the device's copy of the pool does not fit beside the weights that are there already."""
     free, total = torch.cuda.mem_get_info(device(rank))
-    usable = free - int(total * (1 - role.gpu_memory_utilization))
+    usable = free - total * (100 - role.gpu_memory_percent) // 100
     need = pool.num_blocks * pool.block_bytes
     if need > usable:
         raise ConfigError(
             f"host_pool_gib: found {role.host_pool_gib}: the GPU of rank {rank} keeps the same blocks, {gib(need)}, "
-            f"but of its {gib(total)} it has {gib(max(0, usable))} left beside the weights at gpu_memory_utilization "
-            f"{role.gpu_memory_utilization}: lower host_pool_gib"
+            f"but of its {gib(total)} it has {gib(max(0, usable))} left beside the weights at gpu_memory_percent "
+            f"{role.gpu_memory_percent}: lower host_pool_gib"
         )
 
 

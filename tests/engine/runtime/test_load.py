@@ -184,7 +184,7 @@ async def test_an_fp8_checkpoint(tiny_checkpoint: Path, tmp_path: Path, monkeypa
     stored = quantized(load_file(tiny_checkpoint / "model.safetensors"))
     write(out, fp8(json.loads((out / "config.json").read_text())), stored, shards=2)
     asked: list[int] = []
-    monkeypatch.setattr(load, "check_memory", lambda role, weights, limit: asked.append(weights))
+    monkeypatch.setattr(load, "check_memory", lambda role, weights, accelerator, limit: asked.append(weights))
     monkeypatch.setattr(progress, "_LEAST_BYTES", 1)
     phases: list[str] = []
     engine = start(out, phases)

@@ -15,7 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """The process takes no requests now; the message says why."""
+    """The process takes no requests now; the message says why.
+
+    `returns`: it had been taken, and if no other process takes it, this one will.
+    """
+
+    def __init__(self, why: str, *, returns: bool = False) -> None:
+        super().__init__(why)
+        self.returns = returns
 
 
 class Life:
@@ -35,14 +42,15 @@ class Life:
         self.propagation = propagation
         self.held = held
         self.clock = clock
+        self.drain_began = asyncio.Event()
         self._changed = asyncio.Event()
 
     @property
     def in_flight(self) -> int:
         return self.requests + self.held()
 
-    def enter(self, phase: str) -> None:
-        self.state = self.state.enter(phase)
+    def enter(self, phase: str, *, held: bool = False) -> None:
+        self.state = self.state.enter(phase, held=held)
         log.info("starting", extra={"phase": phase})
 
     def ready(self) -> None:
@@ -56,6 +64,7 @@ class Life:
             log.info("a drain is under way already", extra={"asked_by": why})
         else:
             log.info("drain begins", extra={"asked_by": why, "in_flight": self.in_flight, "window": self.window})
+        self.drain_began.set()
         self.poke()
 
     def stop(self) -> None:
@@ -67,9 +76,9 @@ class Life:
         self._changed.set()
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Around one request; raises Refused when none is admitted."""
-        why = self.state.why_not(self.clock())
+    def serving(self, *, stay: bool = False) -> Iterator[None]:
+        """Around one request; raises Refused when none is admitted. `stay`: see `State.admits`."""
+        why = self.state.why_not(self.clock(), stay=stay)
         if why:
             raise Refused(why)
         self.requests += 1
@@ -78,10 +87,6 @@ class Life:
         finally:
             self.requests -= 1
             self.poke()
-
-    async def until_draining(self) -> None:
-        while self.state.stage in (Stage.STARTING, Stage.READY):
-            await self._wait(None)
 
     async def until_drained(self, limit: float | None = None) -> bool:
         """True: nothing is left in flight. False: the window (or `limit` seconds) is over first."""

@@ -25,13 +25,15 @@ class State:
     phase: str = "starting the process"
     refuse_at: float = 0.0
     deadline: float = 0.0
+    held: bool = False
+    """Told not to start yet: nothing is wrong with it, however long that takes."""
 
-    def enter(self, phase: str) -> State:
-        return replace(self, phase=phase) if self.stage is Stage.STARTING else self
+    def enter(self, phase: str, *, held: bool = False) -> State:
+        return replace(self, phase=phase, held=held) if self.stage is Stage.STARTING else self
 
     def ready(self) -> State:
         """A drain that came while starting stays a drain."""
-        return replace(self, stage=Stage.READY, phase="") if self.stage is Stage.STARTING else self
+        return replace(self, stage=Stage.READY, phase="", held=False) if self.stage is Stage.STARTING else self
 
     def drain(self, now: float, *, window: float, propagation: float) -> State:
         """The first drain fixes the times; every later one (preStop, then TERM, then another TERM) changes nothing."""
@@ -44,9 +46,13 @@ class State:
     def stop(self) -> State:
         return replace(self, stage=Stage.STOPPED, phase="")
 
-    def admits(self, now: float) -> bool:
-        """Whether a request that arrives now is served: early in a drain too, while routers learn of it."""
-        return self.stage is Stage.READY or (self.stage is Stage.DRAINING and now < self.refuse_at)
+    def admits(self, now: float, *, stay: bool = False) -> bool:
+        """Whether a request that arrives now is served: early in a drain too, while routers learn of it.
+
+        `stay`: there is no other pod for it, so it is served as long as the window lasts.
+        """
+        until = self.deadline if stay else self.refuse_at
+        return self.stage is Stage.READY or (self.stage is Stage.DRAINING and now < until)
 
     def drained(self, now: float, in_flight: int) -> bool:
         return self.stage is Stage.DRAINING and now >= self.refuse_at and in_flight == 0
@@ -54,9 +60,9 @@ class State:
     def overdue(self, now: float) -> bool:
         return self.stage is Stage.DRAINING and now >= self.deadline
 
-    def why_not(self, now: float) -> str:
+    def why_not(self, now: float, *, stay: bool = False) -> str:
         """Why a request is refused, for people; empty when it is not."""
-        if self.admits(now):
+        if self.admits(now, stay=stay):
             return ""
         if self.stage is Stage.STARTING:
             return f"starting: {self.phase}"
@@ -70,6 +76,9 @@ class Probe:
 
 
 def startup_probe(state: State) -> Probe:
+    if state.stage is Stage.STARTING and state.held:
+        # The budget of the startup probe is for starting; while a pod waits for its turn it must not be killed.
+        return Probe(200, {"status": "held", "phase": state.phase})
     if state.stage is Stage.STARTING:
         return Probe(503, {"status": "starting", "phase": state.phase})
     return Probe(200, {"status": "started"})
@@ -85,9 +94,13 @@ def live_probe(stuck_seconds: float, failure: str = "", *, limit: float = STUCK_
     return Probe(200, {"status": "live"})
 
 
-def ready_probe(state: State) -> Probe:
-    """Ready only in stage Ready: a draining process is unready at once, although it still serves what arrives."""
+def ready_probe(state: State, in_flight: int = 0) -> Probe:
+    """Ready only in stage Ready: a draining process is unready at once, although it still serves what arrives.
+
+    The operator reads here how far a drain is, so that it needs no secret for that.
+    """
     if state.stage is Stage.READY:
-        return Probe(200, {"status": "ready"})
+        return Probe(200, {"status": "ready", "stage": state.stage.value})
     reason = f"starting: {state.phase}" if state.stage is Stage.STARTING else state.stage.value.lower()
-    return Probe(503, {"status": "not ready", "reason": reason})
+    body = {"status": "not ready", "stage": state.stage.value, "reason": reason, "in_flight": in_flight}
+    return Probe(503, body)

@@ -181,7 +181,7 @@ class Router:
         return web.json_response({"status": "live"})
 
     async def _readyz(self, request: web.Request) -> web.Response:
-        probe = ready_probe(self.life.state)
+        probe = ready_probe(self.life.state, self.life.in_flight)
         if probe.status == 200 and not self.pools.complete:
             missing = [role for role in ROLES if not self.pools.ready(role)]
             probe = Probe(503, {"status": "not ready", "reason": f"no ready pod of: {', '.join(missing)}"})

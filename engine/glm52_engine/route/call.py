@@ -11,8 +11,9 @@ from typing import Literal
 
 from aiohttp import web
 
+from glm52_engine.config import Role
 from glm52_engine.route.legs import LegFailed
-from glm52_engine.serve.errors import ApiError
+from glm52_engine.serve.errors import DRAINING, ApiError
 from glm52_engine.serve.limits import Endpoint
 
 PublicEndpoint = Endpoint | Literal["tokenize", "detokenize"]
@@ -41,6 +42,12 @@ class Exchange:
     tried: set[str] = field(default_factory=set)
     retries: int = 0
     last: ApiError | None = None
+    picked: dict[Role, str] = field(default_factory=dict)
+    """The pod of each role that was asked last."""
+    draining: set[str] = field(default_factory=set)
+    """Pods that sent it on because they go: where nobody else is, it returns and stays."""
+    gone: set[str] = field(default_factory=set)
+    """Of those, the ones that would not let it stay."""
     tail: bytes = b""
     """The last bytes of a stream that went to the client."""
 
@@ -69,5 +76,9 @@ class Exchange:
 
     def note(self, failure: LegFailed) -> None:
         self.tried.add(failure.url)
+        if failure.url in self.draining:
+            self.gone.add(failure.url)
+        elif failure.error.code == DRAINING:
+            self.draining.add(failure.url)
         self.last = failure.error
         self.retries += 1

@@ -73,13 +73,13 @@ class Call:
     body: bytes
     request_id: str
 
-    def encode(self, answer: bytes = b"") -> bytes:
+    def encode(self, answer: bytes = b"", *, stay: bool = False) -> bytes:
         """The body of a leg's call. `answer`: prefill's, whose fields a decode call has as well.
 
         The client's bytes are wrapped, not parsed and written anew: that would take as long as a step, for nothing.
         """
         fields = answer.strip()[1:-1].strip()
-        head = json.dumps({"id": self.id, "endpoint": self.endpoint}).encode()
+        head = json.dumps({"id": self.id, "endpoint": self.endpoint, **({"stay": True} if stay else {})}).encode()
         return b"".join((b"{", fields, b"," if fields else b"", head[1:-1], b',"body":', self.body, b"}"))
 
 
@@ -96,9 +96,9 @@ class Legs:
         self._headers = {INTERNAL_TOKEN_HEADER: token}
         self._background: set[asyncio.Task[None]] = set()
 
-    async def prefill(self, url: str, call: Call) -> PrefillAnswer:
-        """Prefill's answer; whatever is lost here can be repeated."""
-        async with self._call("prefill", "prefill", url, call, call.encode()) as response:
+    async def prefill(self, url: str, call: Call, *, stay: bool = False) -> PrefillAnswer:
+        """Prefill's answer; whatever is lost here can be repeated. `stay`: also of a pod that drains."""
+        async with self._call("prefill", "prefill", url, call, call.encode(stay=stay)) as response:
             return await _prefilled(url, response)
 
     async def ask(self, url: str, call: Call) -> bytes:
@@ -110,9 +110,11 @@ class Legs:
                 raise _unreachable("prefill", url, error) from error
 
     @contextlib.asynccontextmanager
-    async def decode(self, url: str, call: Call, prefilled: PrefillAnswer) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def decode(
+        self, url: str, call: Call, prefilled: PrefillAnswer, *, stay: bool = False
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The open answer (status 200). Leaving the block early closes the connection: that cancels the request."""
-        async with self._call("decode", "decode", url, call, call.encode(prefilled.raw)) as response:
+        async with self._call("decode", "decode", url, call, call.encode(prefilled.raw, stay=stay)) as response:
             yield response
 
     @contextlib.asynccontextmanager

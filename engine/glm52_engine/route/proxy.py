@@ -44,7 +44,7 @@ class Proxy:
             call = Call(f"{exchange.public}.{attempt}", exchange.endpoint, exchange.body, exchange.request_id)
             url = await self._pick("prefill", exchange)
             try:
-                async with self._prefilled(url, call) as prefilled:
+                async with self._prefilled(url, call, url in exchange.draining) as prefilled:
                     return await self._decode(exchange, call, prefilled, url)
             except LegFailed as failure:
                 self._blame(exchange, failure)
@@ -65,10 +65,10 @@ class Proxy:
         raise _given_up(exchange)
 
     @contextlib.asynccontextmanager
-    async def _prefilled(self, url: str, call: Call) -> AsyncIterator[PrefillAnswer]:
+    async def _prefilled(self, url: str, call: Call, stay: bool) -> AsyncIterator[PrefillAnswer]:
         """Prefill's answer; leaving the block other than by a finished answer tells the pod to free the KV."""
         try:
-            prefilled = await self._legs.prefill(url, call)
+            prefilled = await self._legs.prefill(url, call, stay=stay)
         except BaseException as error:
             refused = isinstance(error, Relayed) or (isinstance(error, LegFailed) and not error.dead)
             if not refused:
@@ -88,7 +88,8 @@ class Proxy:
         for _ in range(DECODE_ATTEMPTS):
             url = await self._pick("decode", exchange)
             try:
-                async with self._legs.decode(url, call, prefilled) as response:
+                stay = url in exchange.draining
+                async with self._legs.decode(url, call, prefilled, stay=stay) as response:
                     return await self._relay(exchange, url, response)
             except LegFailed as failure:
                 if failure.then is not Next.OTHER_POD:
@@ -100,14 +101,20 @@ class Proxy:
         raise _given_up(exchange)
 
     async def _pick(self, role: Role, exchange: Exchange) -> str:
+        last = exchange.picked.get(role, "")
+        if not self._pools.ready(role) and last in exchange.draining - exchange.gone:
+            # Its successor may come only when it is gone: nobody else will serve this request in time.
+            return last
         url = await self._pools.wait_pick(role, exchange.tried, exchange.wait_seconds)
         if url is None:
             raise unavailable(f"no {role} pod is ready", f"no_{role}_pod")
+        exchange.picked[role] = url
         if url in exchange.tried:
             if exchange.last is not None and exchange.last.status == 429:
                 # Every pod's queue is full: the client is told how long to stay away.
                 raise exchange.last
-            await asyncio.sleep(PAUSE_SECONDS)
+            if url not in exchange.draining - exchange.gone:
+                await asyncio.sleep(PAUSE_SECONDS)
         return url
 
     def _blame(self, exchange: Exchange, failure: LegFailed) -> None:

@@ -131,7 +131,7 @@ def _probes(app: FastAPI, pod: Pod) -> None:
 
     @app.get(READYZ)
     async def readyz() -> JSONResponse:
-        return answer(ready_probe(pod.life.state))
+        return answer(ready_probe(pod.life.state, pod.life.in_flight))
 
     @app.get("/metrics")
     async def metrics() -> Response:

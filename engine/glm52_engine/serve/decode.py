@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 
+from glm52_engine.lifecycle.life import Life, Refused
 from glm52_engine.runtime.types import Blocks, EngineBusy, Request, Token
 from glm52_engine.serve.answers import Choice, Shape, Tokens
 from glm52_engine.serve.constrain import constraint_of, continued, thinking_of
@@ -15,6 +16,7 @@ from glm52_engine.serve.errors import bad, no_number, unavailable
 from glm52_engine.serve.merge import merged
 from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import DecodeCall, Loaded, Pod
+from glm52_engine.serve.queued import unless_drained
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import Piece, TextStream, engine_request, prompt_text
 from glm52_engine.serve.watch import Watch
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 
 async def decode(pod: Pod, call: DecodeCall, sender: Sender, watch: Watch) -> None:
     # A pod that takes no requests leaves the lease alone: the router offers the same KV to another one.
-    with pod.life.serving():
+    with pod.life.serving(stay=call.stay):
         parts = pod.parts()
         with _offered(parts, call) as offer:
             # A long conversation takes a while to check; the streams and the probes must go on meanwhile.
@@ -53,7 +55,7 @@ def _offered(parts: Loaded, call: DecodeCall) -> Iterator[_Offer]:
     offer = _Offer(sum(token.finish is None for token in call.first_tokens) if call.kv else 0)
     try:
         yield offer
-    except (EngineBusy, KvMismatch):
+    except (EngineBusy, KvMismatch, Refused):
         # Another decode pod may take it: the router offers it the same KV, or gives it up.
         offer.readers = 0
         raise
@@ -85,6 +87,8 @@ class _Run:
     shape: Shape
     watch: Watch
     offer: _Offer
+    life: Life
+    stay: bool
     seated: bool = False
     began: asyncio.Event = field(default_factory=asyncio.Event)
     """The first KV is here: until then a failure has a status of its own, and another pod may be tried."""
@@ -165,7 +169,7 @@ def _prepare(pod: Pod, parts: Loaded, call: DecodeCall, watch: Watch, offer: _Of
         )
         choices.append(_Choice(own, token, text, text.push(token), Choice(asked, index, thinking, echo)))
     shape = Shape(asked, call.id, prompt_tokens=len(prompt), cached_tokens=call.cached_tokens)
-    return _Run(parts, call.id, asked, choices, shape, watch, offer)
+    return _Run(parts, call.id, asked, choices, shape, watch, offer, pod.life, call.stay)
 
 
 async def _constrain(run: _Run) -> None:
@@ -222,7 +226,15 @@ async def _pieces(run: _Run, choice: _Choice, kv: KvReference | None) -> AsyncGe
 
 
 async def _pull(run: _Run, request: Request, kv: KvReference) -> Blocks:
-    blocks = await _reserve(run, request, kv)
+    engine = run.parts.engine
+    blocks = await unless_drained(
+        run.life,
+        _reserve(run, request, kv),
+        stay=run.stay,
+        # A call of which one choice has begun finishes here.
+        withdraw=lambda: not run.seated and engine.withdraw(request.id),
+        give_back=lambda: engine.release(request.id),
+    )
     first, run.seated = not run.seated, True
     if first:
         run.watch.seated()

@@ -10,6 +10,10 @@ RETRY_AFTER_SECONDS = 2
 KV_MISMATCH = "kv_mismatch"
 """Code of decode's refusal of KV that it cannot read; one of another model may."""
 
+DRAINING = "draining"
+"""Code with which a pod that goes sends on what waited in it. Where no other pod is, the request may come back to it;
+new ones may not, or a drain under steady traffic would last until its window is over and cut off what runs then."""
+
 
 class ApiError(Exception):
     """What the client gets instead of an answer."""

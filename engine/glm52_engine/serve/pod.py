@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
 from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestError, Token
-from glm52_engine.serve.errors import KV_MISMATCH, ApiError, bad, unavailable
+from glm52_engine.serve.errors import DRAINING, KV_MISMATCH, ApiError, bad, unavailable
 from glm52_engine.serve.limits import Endpoint
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.structured import GrammarCompiler
@@ -64,6 +64,7 @@ class _Envelope(BaseModel):
     id: str = Field(min_length=1, max_length=200)
     endpoint: Endpoint
     body: dict[str, Any]
+    stay: bool = Field(default=False, description="No other pod takes it: a drain serves it while its window lasts.")
 
 
 class PrefillCall(_Envelope):
@@ -147,7 +148,7 @@ def told(error: Exception, request_id: str, stopped: type[Exception] = Refused) 
     if isinstance(error, stopped) and stopped is not Refused:
         return unavailable(f"this server is going away: {error}", "aborted")
     if isinstance(error, Refused):
-        return unavailable(f"this server takes no requests: {error}", "not_ready")
+        return unavailable(f"this server takes no requests: {error}", DRAINING if error.returns else "not_ready")
     if isinstance(error, TransferError):
         log.warning("KV hand-off failed: %s", error, extra={"request": request_id})
         return ApiError(502, str(error), code=KV_MISMATCH if isinstance(error, KvMismatch) else "kv_transfer_failed")

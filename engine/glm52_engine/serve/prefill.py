@@ -13,6 +13,7 @@ from glm52_engine.serve.errors import ApiError, bad, no_number
 from glm52_engine.serve.lengths import refuse_hopeless
 from glm52_engine.serve.openai import Asked, read_request
 from glm52_engine.serve.pod import FirstToken, Loaded, Pod, PrefillCall, Prefilled
+from glm52_engine.serve.queued import unless_drained
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import engine_request, new_seed, prompt_ids
 from glm52_engine.serve.watch import Watch
@@ -25,7 +26,7 @@ LONG_PROMPT = 16_384
 
 
 async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> None:
-    with pod.life.serving():
+    with pod.life.serving(stay=call.stay):
         parts = pod.parts()
 
         def understood() -> tuple[Asked, tuple[int, ...]]:
@@ -51,7 +52,13 @@ async def prefill(pod: Pod, call: PrefillCall, sender: Sender, watch: Watch) -> 
             names = [name[:40] for name in asked.ignored[:20]]
             log.warning("fields that this server does not know", extra={"request": call.id, "fields": names})
         watch.asked(request)
-        result = await parts.engine.prefill(replace(request, constraint=constraint))
+        result = await unless_drained(
+            pod.life,
+            parts.engine.prefill(replace(request, constraint=constraint)),
+            stay=call.stay,
+            withdraw=lambda: parts.engine.withdraw(call.id),
+            give_back=lambda: parts.engine.release(call.id),
+        )
         watch.first_token(result.queued_seconds)
         answer = _hold(pod, parts, call.id, prompt, seed, result)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import faulthandler
 import logging
 import os
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs, trace
+from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
@@ -28,7 +30,7 @@ from glm52_engine.serve.app import make_app
 from glm52_engine.serve.load import load_engine
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.pod import Loaded, Pod
-from glm52_engine.sizing import PROPAGATION_SECONDS, unpin_seconds
+from glm52_engine.sizing import PROPAGATION_SECONDS, startup_budget_seconds, unpin_seconds
 from glm52_engine.structured import GrammarCompiler
 from glm52_engine.transfer.agent import TransferAgent
 from glm52_engine.transfer.fingerprint import fingerprint
@@ -155,14 +157,24 @@ class Process:
 
     async def _load(self) -> None:
         try:
-            self.pod.loaded = await self._loaded()
+            held = await wait_for_turn(self.life, given_hold(), lambda: datetime.datetime.now(datetime.UTC))
+            # The startup probe has passed while we waited, so that nobody else limits this start.
+            async with asyncio.timeout(self._start_budget() if held else None):
+                self.pod.loaded = await self._loaded()
             self.life.ready()
             log.info("ready")
         except ConfigError as error:
             self._end(Outcome.CONFIG_REFUSED, str(error))
+        except TimeoutError:
+            phase = self.life.state.phase
+            self._end(Outcome.CRASHED, f"the start took more than {self._start_budget()} s; last: {phase}")
         except Exception as error:
             log.error("the start failed", exc_info=error)
             self._end(Outcome.CRASHED, last_line(error))
+
+    def _start_budget(self) -> int:
+        role = self.config.role(self.options.role)
+        return startup_budget_seconds(role, weights_gib=self.config.model.weights_gib)
 
     async def _loaded(self) -> Loaded:
         loop = asyncio.get_running_loop()
@@ -175,7 +187,7 @@ class Process:
         grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
-        agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=lambda: len(holder))
+        agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=holder.expects)
         self.life.enter("registering the KV pools for transfer")
         await in_thread(agent.start)
         print_of = fingerprint(engine)

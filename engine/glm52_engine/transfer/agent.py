@@ -71,7 +71,7 @@ class TransferAgent:
     """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached."""
 
     def __init__(
-        self, name: str, pools: Sequence[KvPool], *, on_notice: Callable[[bytes], None], expects: Callable[[], int]
+        self, name: str, pools: Sequence[KvPool], *, on_notice: Callable[[bytes], None], expects: Callable[[], bool]
     ) -> None:
         self.name = name
         self.regions = tuple(Region(pool.tensor.data_ptr(), pool.num_blocks, pool.block_bytes) for pool in pools)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm52_engine.runtime.types import Blocks, Engine
+from glm52_engine.transfer.agent import PULL_SECONDS
 from glm52_engine.transfer.lease import Lease, LeaseTable
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,18 @@ class Holder:
         self.on_change = on_change
         self.clock = clock
         self._loop = asyncio.get_running_loop()
+        self._lingers = 0.0
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def expects(self) -> bool:
+        """Whether a peer may be reading, so that the agent has to make progress.
+
+        Also for a while after KV was given up: a peer that had begun would else hang until its pull is overdue, and keep
+        the seat of a request that nobody waits for any more.
+        """
+        return bool(self.table) or self.clock() < self._lingers
 
     def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], readers: int = 1) -> Lease:
         """Holds the KV, unless it was given up before it was there: a router that goes away tells so on another
@@ -71,6 +81,7 @@ class Holder:
             self.table.refuse(request_id, self.clock())
             return False
         self.counters.given_up += 1
+        self._lingers = self.clock() + PULL_SECONDS
         self._free(request_id)
         return True
 

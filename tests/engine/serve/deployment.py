@@ -127,9 +127,10 @@ class Builder:
         *,
         window: int = 20,
         gate: threading.Event | None = None,
+        phase: str = "a phase",
         port: int = 0,
     ) -> RunningPod:
-        """A ready pod; with `gate` one that listens and loads until the gate opens."""
+        """A ready pod; with `gate` one that listens and loads until the gate opens, given back in that phase."""
 
         def load(config: EngineConfig, role: Role, on_phase: Callable[[str], None]) -> Any:
             if gate is not None:
@@ -148,7 +149,7 @@ class Builder:
         if gate is None:
             await until(f"{role} is ready", lambda: running.pod.loaded is not None or task.done())
         else:
-            await until(f"{role} listens and loads", lambda: running.life.state.phase == "a phase")
+            await until(f"{role} listens and loads", lambda: running.life.state.phase.startswith(phase))
             await self.answers(pod.url + "/livez")
         return pod
 

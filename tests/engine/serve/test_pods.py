@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from glm52_engine.config import EXIT_CODES as CODES
-from glm52_engine.config import Outcome, Termination
+from glm52_engine.config import Hold, Outcome, Termination
+from glm52_engine.serve.process import Process
 from glm52_engine.transfer.lease import LeaseTable
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, Handoff, body, events, state, until
 from tests.engine.serve.fakes import FakeEngine, expected_text
@@ -124,6 +126,37 @@ async def test_a_pod_answers_its_probes_while_it_loads(build: Builder) -> None:
     gate.set()
     await until("it is ready", lambda: pod.process.pod.loaded is not None)
     assert (await ask("/startupz"))[0] == (await ask("/readyz"))[0] == 200
+
+
+async def test_a_held_pod_loads_nothing_is_not_killed_for_it_and_leaves_at_once(
+    build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLM52_HOLD", Hold(why="crashed 8 times").encode())
+    gate = threading.Event()
+    gate.set()
+    pod = await build.pod("decode", FakeEngine(), gate=gate, phase="held until the specification is changed")
+    async with build.session.get(pod.url + "/startupz") as response:
+        assert (response.status, (await response.json())["status"]) == (200, "held")
+    async with build.session.get(pod.url + "/readyz") as response:
+        assert (response.status, (await response.json())["stage"]) == (503, "Starting")
+    assert pod.process.pod.loaded is None
+    assert await pod.end() == 0
+
+
+async def test_after_its_hold_a_pod_starts_and_a_start_that_hangs_then_is_ended(
+    build: Builder, monkeypatch: pytest.MonkeyPatch, words: Path
+) -> None:
+    until_soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.5)
+    monkeypatch.setenv("GLM52_HOLD", Hold(until=until_soon).encode())
+    made = await build.deployment([FakeEngine()], [FakeEngine()])
+    assert (await made.post("/v1/completions", body())).status == 200
+    # Its startup probe has passed while it was held: nobody else would end it.
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.5)
+    monkeypatch.setenv("GLM52_HOLD", Hold(until=later).encode())
+    monkeypatch.setattr(Process, "_start_budget", lambda self: 1)
+    pod = await build.pod("decode", FakeEngine(), gate=threading.Event(), phase="held")
+    assert await asyncio.wait_for(pod.task, 20) == CODES[Outcome.CRASHED]
+    assert "the start took more than 1 s; last: a phase" in last_words(words).message
 
 
 async def test_term_ends_an_idle_pod_at_once_with_exit_code_0(build: Builder) -> None:

@@ -17,7 +17,7 @@ def main(name: str, blocks: int) -> None:
     def say(notice: bytes) -> None:
         print("NOTICE " + notice.decode(), flush=True)
 
-    agent = TransferAgent(name, [pool], on_notice=say, expects=lambda: 1)
+    agent = TransferAgent(name, [pool], on_notice=say, expects=lambda: True)
     agent.start()
     regions = [(region.address, region.num_blocks, region.block_bytes) for region in agent.regions]
     card = {"name": agent.name, "metadata": base64.b64encode(agent.metadata).decode(), "regions": regions}

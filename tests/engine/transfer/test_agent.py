@@ -60,7 +60,7 @@ def remote() -> Iterator[Remote]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def local() -> AsyncIterator[tuple[TransferAgent, FakePool]]:
     pool = FakePool(BLOCKS)
-    agent = TransferAgent("decode/1", [pool], on_notice=lambda notice: None, expects=lambda: 0)
+    agent = TransferAgent("decode/1", [pool], on_notice=lambda notice: None, expects=lambda: False)
     await asyncio.to_thread(agent.start)
     yield agent, pool
     agent.close()

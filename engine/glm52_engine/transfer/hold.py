@@ -59,8 +59,8 @@ class Holder:
     def expects(self) -> bool:
         """Whether a peer may be reading, so that the agent has to make progress.
 
-        Also for a while after KV was given up: a peer that had begun would else hang until its pull is overdue, and keep
-        the seat of a request that nobody waits for any more.
+        Also for a while after KV was given up: a peer that had begun would else hang until its pull is overdue, and
+        keep the seat of a request that nobody waits for any more.
         """
         return bool(self.table) or self.clock() < self._lingers
 

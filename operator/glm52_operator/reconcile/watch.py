@@ -19,8 +19,31 @@ from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key, Store, owner_key
 
 
+class _NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
+    """kopf keeps nothing on objects, since `on.event` needs nothing; its default copies every object four times."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+    def purge(self, **_: Any) -> None:
+        return None
+
+    def touch(self, **_: Any) -> None:
+        return None
+
+
 def settings() -> kopf.OperatorSettings:
     own = kopf.OperatorSettings()
+    own.persistence.diffbase_storage = own.persistence.progress_storage = _NoState()
     own.peering.standalone = True
     own.posting.enabled = False
     # No watch of namespaces and CRDs: the operator may be confined to one namespace, and it needs neither.

@@ -1,4 +1,4 @@
-"""`glm52-engine`: serve, router, drain, make-checkpoint, local. Each command imports only what it needs."""
+"""`glm52-engine`: serve, rank-host, router, drain, make-checkpoint, local. Each command imports only what it needs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, KvCacheDtype, Outcome, Preset
 from glm52_engine.config import EXIT_CODES as CODES
+from glm52_engine.ranks.spans import RANK_PORT
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
 USAGE_ERROR = 2
@@ -20,7 +21,7 @@ PRESETS = "tiny: random weights, demo: trained to answer questions about this pr
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses and runs one command; returns its exit code. The user never sees a traceback for what he typed."""
     args = parser().parse_args(argv)
-    if args.command in ("serve", "router"):
+    if args.command in ("serve", "rank-host", "router"):
         # TERM may come while Python still imports; as PID 1 it would be lost, and otherwise look like a crash.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(CODES[Outcome.DRAINED]))
     run: Callable[[argparse.Namespace], int] = args.run
@@ -37,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="glm52-engine", description="GLM-5.2 engine: prefill, decode, router.")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_rank_host(commands)
     _add_router(commands)
     _add_drain(commands)
     _add_make(commands)
@@ -63,6 +65,19 @@ def _add_serve(commands: Any) -> None:
     command.add_argument("--role", required=True, choices=("prefill", "decode"))
     _server_options(command)
     command.set_defaults(run=_serve)
+
+
+def _add_rank_host(commands: Any) -> None:
+    command = commands.add_parser("rank-host", help="a pod with ranks of a replica whose leader is another pod")
+    command.add_argument("--role", required=True, choices=("prefill", "decode"))
+    command.add_argument("--config", default=CONFIG_PATH, help="the deployment's config.json (%(default)s)")
+    command.add_argument("--token-file", default=INTERNAL_TOKEN_PATH, help="secret that leader and rank hosts share")
+    command.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
+    command.add_argument("--port", type=_port, default=RANK_PORT, help="port to listen on (%(default)s)")
+    command.add_argument("--listen-fd", type=int, help="a bound socket that was inherited, instead of host and port")
+    command.add_argument("--hosts", type=_count, required=True, help="pods of the replica, the leader included")
+    command.add_argument("--host-index", type=_count, required=True, help="which of them this one is; the leader is 0")
+    command.set_defaults(run=_rank_host)
 
 
 def _add_router(commands: Any) -> None:
@@ -146,6 +161,23 @@ def _serve(args: argparse.Namespace) -> int:
 
     options = ServeOptions(args.role, **_server(args))
     _leave(serve(options))
+    return 0
+
+
+def _rank_host(args: argparse.Namespace) -> int:
+    from glm52_engine.ranks.process import RankHostOptions, rank_host
+
+    options = RankHostOptions(
+        role=args.role,
+        config=args.config,
+        token_file=args.token_file,
+        host=args.host,
+        port=args.port,
+        hosts=args.hosts,
+        index=args.host_index,
+        listen_fd=args.listen_fd,
+    )
+    _leave(rank_host(options))
     return 0
 
 

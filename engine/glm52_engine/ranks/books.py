@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from glm52_engine.ranks.messages import Flags, RankOrder, RankResult, Shape, Start
-from glm52_engine.runtime.rank import Event, Running, StepLimits
+from glm52_engine.runtime.rank import Counters, Event, Running, StepLimits
 from glm52_engine.runtime.types import Token
 from glm52_engine.schedule.launch_ahead import may_lease
 from glm52_engine.schedule.plan import Pending, plan_step
@@ -36,6 +36,7 @@ class Books:
     """`block_size` in tokens; `launch_ahead`: whether a step may be started before the tokens of the last are known."""
 
     def __init__(self, world: int, *, limits: StepLimits, block_size: int, launch_ahead: bool) -> None:
+        self.counters = [Counters() for _ in range(world)]
         self._ranks = [_Rank() for _ in range(world)]
         self._limits = limits
         self._block_size = block_size
@@ -87,6 +88,8 @@ class Books:
         self._orders = orders
         if flags.lease:
             self._leased = shape, orders
+            for counters in self.counters:
+                counters.steps_ahead += 1
         return shape, orders
 
     def settle(self, results: Sequence[RankResult]) -> list[list[Event]]:
@@ -131,14 +134,18 @@ class Books:
             raise ValueError(
                 f"rank {index}, step {self._number}: {len(result.tokens)} tokens for {len(order.rows)} rows"
             )
+        counters = self.counters[index]
+        counters.steps += bool(order.rows)
         for seat, count in order.rows:
             sequence = rank.running.get(seat)
             if sequence is not None and sequence.computed < len(sequence.prompt):
                 sequence.computed += count
+                counters.prompt_tokens_computed += count
         events = [_plain(rank, seat, id) for (seat, _), id in zip(order.rows, result.tokens, strict=True) if id >= 0]
         events += result.events
         for event in events:
             self._note(index, rank, event)
+            counters.tokens_generated += (event.token is not None) + len(event.others)
         return events
 
     def _note(self, index: int, rank: _Rank, event: Event) -> None:

@@ -12,8 +12,8 @@ from glm52_engine.model import Model, Span
 from glm52_engine.ranks.books import running_of
 from glm52_engine.ranks.experts import ShardedMoe
 from glm52_engine.ranks.lane import Lane
-from glm52_engine.ranks.messages import RankOrder, RankResult, Shape
-from glm52_engine.runtime.executor import EagerWork, HostExecutor
+from glm52_engine.ranks.messages import Flags, RankOrder, RankResult, Shape
+from glm52_engine.runtime.executor import EagerWork, HostExecutor, check_finite
 from glm52_engine.runtime.rank import Event, Flight, Rank, Running, StepLimits
 from glm52_engine.schedule.plan import Planned
 
@@ -35,6 +35,13 @@ class ShardedExecutor(HostExecutor):
         self._like = torch.empty(0, dtype=getattr(torch, model.spec.dtype))
         self._vocab_size = model.spec.vocab_size
         self.shape: Shape | None = None
+
+    def warm_up(self) -> None:
+        """The same two steps on all ranks at once, with numbers below those of any plan."""
+        rows = min(2, self.pool.block_size)
+        for number, start, count in ((-2, 0, rows), (-1, min(rows, self.pool.block_size - 1), 1)):
+            self.shape = Shape(number, count, (count,) * self._lane.world, Flags(prefill=count > 1))
+            check_finite(self.launch([Span(0, start, [0] * count, True)]).logits)
 
     def launch(self, spans: Sequence[Span]) -> EagerWork:
         assert self.shape is not None

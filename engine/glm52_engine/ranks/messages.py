@@ -36,6 +36,7 @@ class Terms(_Message):
     fingerprint: str
     hosts: tuple[int, ...]
     block_size: int
+    block_bytes: int
     blocks: int
     seats: int
     max_model_len: int
@@ -192,10 +193,13 @@ class Done(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Message):
-    """The host cannot go on. `refused`: its checkpoint or configuration can never work."""
+    """The host cannot go on. `rank`: the one that failed, where one did. `refused`: the checkpoint or configuration can
+    never work. `consequence`: all that is known is that another rank left."""
 
     reason: str
+    rank: int | None = None
     refused: bool = False
+    consequence: bool = False
     kind: Literal["failed"] = "failed"
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RANK_PORT = 8001
+"""Where a rank host listens for its leader."""
+
 LOCAL = "local"
 """Name of the leader's own span."""
 
@@ -22,18 +25,15 @@ class RankHost:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
-    def parse(cls, text: str) -> RankHost:
-        """`HOST:PORT=RANKS`, an IPv6 address in brackets. Raises ValueError with what is wrong."""
-        address, equals, ranks = text.rpartition("=")
-        host, colon, port = address.rpartition(":")
+    def parse(cls, text: str, ranks: int) -> RankHost:
+        """`HOST:PORT`, an IPv6 address in brackets. Raises ValueError with what is wrong."""
+        host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not (equals and colon and host):
-            raise ValueError(f"{text!r}: expected HOST:PORT=RANKS")
+        if not (colon and host):
+            raise ValueError(f"{text!r}: expected HOST:PORT")
         if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
             raise ValueError(f"{text!r}: {port!r} is no port; expected 1 to 65535")
-        if not (ranks.isascii() and ranks.isdigit() and int(ranks) >= 1):
-            raise ValueError(f"{text!r}: {ranks!r} is no number of ranks; expected at least 1")
-        return cls(host, int(port), int(ranks))
+        return cls(host, int(port), ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from glm52_engine.ranks.spans import RankHost, RankSpan
 
 SECRET = "of this deployment"
 SECONDS = 20.0
-TERMS = Terms("f" * 64, (2, 1, 3), block_size=16, blocks=64, seats=8, max_model_len=512, step_tokens=64)
+TERMS = Terms(
+    "f" * 64, (2, 1, 3), block_size=16, block_bytes=4096, blocks=64, seats=8, max_model_len=512, step_tokens=64
+)
 
 
 @dataclass

@@ -53,18 +53,14 @@ def test_each_expert_has_one_rank_and_hosts_agree_with_their_ranks(counts: list[
         assert mine == list(experts_of(span.ranks, world=world, experts=experts))
 
 
-@pytest.mark.parametrize(
-    ("text", "host"),
-    [("a.b:9000=8", RankHost("a.b", 9000, 8)), ("[::1]:1=2", RankHost("::1", 1, 2))],
-)
-def test_an_address_is_read(text: str, host: RankHost) -> None:
-    assert RankHost.parse(text) == host
-    assert RankHost.parse(f"{host.name}={host.ranks}") == host
+@pytest.mark.parametrize(("text", "host"), [("a.b:9000", "a.b"), ("[::1]:9000", "::1")])
+def test_an_address_is_read(text: str, host: str) -> None:
+    read = RankHost.parse(text, 8)
+    assert read == RankHost(host, 9000, 8)
+    assert read.name == text
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a", "a:1", "a=1", ":1=1", "a:0=1", "a:65536=1", "a:x=1", "a:1=0", "a:1=-1", "a:1=²"]
-)
+@pytest.mark.parametrize("text", ["", "a", ":1", "a:0", "a:65536", "a:x", "a:", "a:²"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
-        RankHost.parse(text)
+        RankHost.parse(text, 1)

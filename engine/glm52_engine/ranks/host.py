@@ -1,0 +1,124 @@
+"""One leader's time with a rank host: from the accepted handshake to whatever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import NoReturn, TypeVar
+
+from glm52_engine.config import ConfigError
+from glm52_engine.lifecycle.termination import last_line
+from glm52_engine.ranks.crew import Crew, RankFailed
+from glm52_engine.ranks.link import Link, LinkLost, unexpected
+from glm52_engine.ranks.load import HostParts
+from glm52_engine.ranks.messages import Done, Failed, Join, Joined, Loaded, Order, Phase, Shutdown
+from glm52_engine.ranks.phases import Phases
+from glm52_engine.ranks.race import unless
+from glm52_engine.ranks.spans import RankSpan
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Ended(Exception):
+    """The leader has ended the replica; `crashed` for a failure, whose reason is the text."""
+
+    def __init__(self, said: Shutdown) -> None:
+        super().__init__(said.reason)
+        self.crashed = said.crashed
+
+
+class Session:
+    """`run` ends by raising: Ended, LinkLost, ProtocolError, or what failed here, which the leader has been told."""
+
+    def __init__(
+        self, link: Link, loading: asyncio.Future[HostParts], span: RankSpan, world: int, phases: Phases
+    ) -> None:
+        self.joined = False
+        """From here on only the end of the process frees what the ranks hold."""
+        self._link, self._loading, self._span, self._world, self._phases = link, loading, span, world, phases
+        self._orders: asyncio.Queue[Join | Order] = asyncio.Queue()
+        self._crew: Crew | None = None
+        self._news = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def run(self) -> NoReturn:
+        self._watch = asyncio.create_task(self._listen())
+        self._reports = asyncio.create_task(self._report())
+        try:
+            await self._follow()
+        except (Ended, LinkLost):
+            raise
+        except Exception as error:
+            await self._tell(_failed(error))
+            raise
+        finally:
+            self._watch.cancel()
+            self._reports.cancel()
+            if self._crew is not None:
+                self._crew.leave()
+
+    def poke(self) -> None:
+        """A phase of the start is over."""
+        self._news.set()
+
+    async def _report(self) -> None:
+        """All phases in their order, those from before this leader too."""
+        told = 0
+        while True:
+            for phase in self._phases.done[told:]:
+                await self._tell(phase)
+                told += 1
+            self._news.clear()
+            if told == len(self._phases.done):
+                await self._news.wait()
+
+    async def _follow(self) -> NoReturn:
+        parts = await self._unless_ended(asyncio.shield(self._loading))
+        await self._link.send(Loaded())
+        join = await self._next(Join)
+        self.joined = True
+        began = self._phases.now()
+        self._crew = Crew(self._span, self._world, parts)
+        await self._unless_ended(self._crew.join(join, self._link.own_address))
+        self._phases.note("joining and first steps", began)
+        await self._link.send(Joined())
+        while True:
+            order = await self._next(Order)
+            results = await self._unless_ended(self._crew.execute(order.shape, order.ranks))
+            await self._link.send(Done(order.shape.number, tuple(results)))
+
+    async def _next(self, kind: type[T]) -> T:
+        said = await self._unless_ended(self._orders.get())
+        if not isinstance(said, kind):
+            raise unexpected(said, kind)
+        return said
+
+    async def _listen(self) -> None:
+        while True:
+            said = await self._link.receive()
+            if isinstance(said, Shutdown):
+                raise Ended(said)
+            if not isinstance(said, Join | Order):
+                raise unexpected(said, Join, Order, Shutdown)
+            self._orders.put_nowait(said)
+
+    async def _unless_ended(self, work: Awaitable[T]) -> T:
+        assert self._watch is not None
+        return await unless(work, [self._watch])
+
+    async def _tell(self, message: Failed | Phase) -> None:
+        try:
+            await self._link.send(message)
+        except LinkLost as error:
+            log.warning("the leader does not hear", extra={"reason": str(error), "said": type(message).__name__})
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, RankFailed):
+        return Failed(str(error), error.rank, consequence=error.consequence)
+    if isinstance(error, ConfigError):
+        return Failed(str(error), refused=True)
+    return Failed(last_line(error))

@@ -1,0 +1,193 @@
+"""A rank host's process, `glm52-engine rank-host`, from its first moment to its exit code.
+
+Everything slow of the start overlaps: the door opens at once, weights and pools load beside each other, and a leader
+may shake hands before either is there.
+
+A leader that is lost before the ranks have joined costs nothing: the weights stay, and the next one is waited for.
+Afterwards the process ends. Communicators of a broken group cannot be used again, kernels of a step may still run on
+the blocks, and memory of a device is let go for certain only with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import socket
+from dataclasses import dataclass
+
+from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
+from glm52_engine.lifecycle import logs
+from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
+from glm52_engine.lifecycle.termination import last_line, leave
+from glm52_engine.lifecycle.threads import in_thread
+from glm52_engine.ranks.crew import RankFailed
+from glm52_engine.ranks.frames import ProtocolError
+from glm52_engine.ranks.host import Ended, Session
+from glm52_engine.ranks.link import LinkLost
+from glm52_engine.ranks.load import HostParts, load_host, read_terms
+from glm52_engine.ranks.messages import Phase
+from glm52_engine.ranks.phases import Phases
+from glm52_engine.ranks.reception import Reception
+from glm52_engine.ranks.spans import RankSpan
+
+log = logging.getLogger(__name__)
+
+LINGER_SECONDS = 5.0
+"""How long a host that cannot start stays to tell its leader why: a closed port says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHostOptions:
+    """`hosts`: of the replica, the leader included; `index`: which of them this one is, the leader being 0."""
+
+    role: Role
+    config: str
+    token_file: str
+    host: str
+    port: int
+    hosts: int
+    index: int
+    listen_fd: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    outcome: Outcome
+    message: str
+    rank: int | None = None
+
+
+def rank_host(options: RankHostOptions) -> int:
+    """Runs until TERM, the leader's end or a failure; the exit code, after the termination message is written."""
+    faulthandler.enable()
+    logs.setup(f"{options.role} rank host")
+    try:
+        config = read_engine_config(options.config)
+        secret = read_token(options.token_file)
+        if not 1 <= options.index < options.hosts:
+            raise ConfigError(
+                f"--host-index: found {options.index}; expected 1 to {options.hosts - 1} of --hosts {options.hosts} "
+                "(0 is the leader, which runs `serve`)"
+            )
+        listener = take(options.listen_fd) if options.listen_fd is not None else bind(options.host, options.port)
+    except ConfigError as error:
+        return leave(Outcome.CONFIG_REFUSED, options.role, str(error))
+    try:
+        end = asyncio.run(HostProcess(options, config, secret, listener).run())
+    except Exception as error:
+        log.error("the rank host failed", exc_info=error)
+        end = End(Outcome.CRASHED, last_line(error))
+    return leave(end.outcome, options.role, end.message, rank=end.rank)
+
+
+class HostProcess:
+    def __init__(self, options: RankHostOptions, config: EngineConfig, secret: str, listener: socket.socket) -> None:
+        self.options, self.config, self._secret, self._listener = options, config, secret, listener
+        ranks = config.role(options.role).ranks_per_host
+        self._counts = (ranks,) * options.hosts
+        self._span = RankSpan("this host", ranks * options.index, ranks)
+        self._terminated = asyncio.Event()
+        self._session: Session | None = None
+
+    async def run(self) -> End:
+        loop = asyncio.get_running_loop()
+        install_signals(self._on_term)
+
+        def told(phase: Phase) -> None:
+            loop.call_soon_threadsafe(self._on_phase, phase)
+
+        phases = Phases(told)
+        phases.note("starting the process", 0.0)
+        reception = Reception(self._span, self._secret)
+        await reception.open(self._listener)
+        log.info("listening for the leader", extra={"port": self._listener.getsockname()[1]})
+        loading = asyncio.create_task(self._load(reception, phases))
+        try:
+            return await self._serve(reception, loading, phases)
+        finally:
+            await reception.close()
+
+    async def _serve(self, reception: Reception, loading: asyncio.Task[HostParts], phases: Phases) -> End:
+        term = asyncio.create_task(self._terminated.wait())
+        while True:
+            leader = asyncio.create_task(reception.leader())
+            failed = asyncio.create_task(_failure(loading))
+            await asyncio.wait({leader, term, failed}, return_when=asyncio.FIRST_COMPLETED)
+            failed.cancel()
+            if leader.done():
+                world = sum(self._counts)
+                end = await self._with_leader(Session(leader.result(), loading, self._span, world, phases))
+                if end is not None:
+                    return end
+                await reception.part()
+                continue
+            leader.cancel()
+            if term.done():
+                return End(Outcome.DRAINED, "asked to end while no leader was here")
+            return await self._refused(reception, loading, term)
+
+    async def _with_leader(self, session: Session) -> End | None:
+        """None where the next leader may come."""
+        self._session = session
+        try:
+            await session.run()
+        except Ended as end:
+            if end.crashed:
+                return End(Outcome.CRASHED, f"the replica failed: {end}")
+            return End(Outcome.DRAINED, f"ended by the leader: {end}")
+        except (LinkLost, ProtocolError) as error:
+            log.warning("leader lost", extra={"reason": str(error), "joined": session.joined})
+            if self._terminated.is_set():
+                return End(Outcome.DRAINED, f"asked to end, and {error}")
+            return End(Outcome.CRASHED, str(error)) if session.joined else None
+        except ConfigError as error:
+            return End(Outcome.CONFIG_REFUSED, str(error))
+        except RankFailed as error:
+            log.error("a rank failed", exc_info=error)
+            return End(Outcome.CRASHED, str(error), error.rank)
+        except Exception as error:
+            log.error("the session failed", exc_info=error)
+            return End(Outcome.CRASHED, last_line(error))
+        finally:
+            self._session = None
+
+    async def _refused(self, reception: Reception, loading: asyncio.Task[HostParts], term: asyncio.Task[bool]) -> End:
+        """The load failed before a leader came: the next one is told why, within LINGER_SECONDS."""
+        error = loading.exception()
+        assert error is not None
+        words = str(error) if isinstance(error, ConfigError) else last_line(error)
+        log.error("the load failed", exc_info=error)
+        reception.refuse(words)
+        await asyncio.wait({term}, timeout=LINGER_SECONDS)
+        return End(Outcome.CONFIG_REFUSED if isinstance(error, ConfigError) else Outcome.CRASHED, words)
+
+    async def _load(self, reception: Reception, phases: Phases) -> HostParts:
+        role, hosts = self.options.role, self._counts
+        try:
+            measures, terms = await in_thread(lambda: read_terms(self.config, role, hosts, phases))
+            reception.terms.set_result(terms)
+            return await in_thread(
+                lambda: load_host(self.config, role, measures, self._span, sum(hosts), phases, log.info)
+            )
+        except Exception as error:
+            if not reception.terms.done():
+                reception.refuse(str(error))
+            raise
+
+    def _on_term(self, name: str) -> None:
+        """With a leader nothing else happens: the leader drains, and its requests need our ranks until it is done."""
+        log.info("asked to end", extra={"by": name, "leader": self._session is not None})
+        self._terminated.set()
+
+    def _on_phase(self, phase: Phase) -> None:
+        log.info("%s: %.1f s", phase.name, phase.ended - phase.began)
+        if self._session is not None:
+            self._session.poke()
+
+
+async def _failure(loading: asyncio.Task[HostParts]) -> None:
+    """Returns when the load has failed; never when it has not."""
+    await asyncio.wait({loading})
+    if loading.exception() is None:
+        await asyncio.Event().wait()

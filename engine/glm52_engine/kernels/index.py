@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.cache_rows import Fp8Rows, Rows
 from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.rows import split_rows
 
 PROCESSORS = 132
 """Multiprocessors of an H200."""
@@ -82,28 +84,28 @@ def _scores(
 
 
 def scores(
-    query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor,
-    out: torch.Tensor, *, top_k: int, key_scales: torch.Tensor | None = None, counts: torch.Tensor | None = None,
-    together: int = 1, block_l: int = 128, warps: int = 4, stages: int = 3,
+    query: torch.Tensor, head_weights: torch.Tensor, keys: Rows, table: torch.Tensor, lengths: torch.Tensor,
+    out: torch.Tensor, *, top_k: int, counts: torch.Tensor | None = None, together: int = 1, block_l: int = 128,
+    warps: int = 4, stages: int = 3,
 ) -> None:  # fmt: skip
     """out[t, p] = sum over heads of weight × relu(query · key of position p), for p < lengths[t].
 
     query [T, H, D] rotated; head_weights float32 [T, H] with all scales in them; keys [blocks, block_size, D] in any
-    strides with D contiguous, in FP8 with `key_scales` float32 [blocks, block_size]; table int32 [T, most blocks];
-    lengths int32 [T]; out float32 [T, longest]. Scores of rows that are not longer than `top_k` may stay unwritten.
+    strides with D contiguous, or in FP8; table int32 [T, most blocks]; lengths int32 [T]; out float32 [T, longest].
+    Scores of rows that are not longer than `top_k` may stay unwritten.
 
     `counts`: the first work space of `top_k`, which then need not read the scores once more to count first digits.
     `together` (a power of two): so many rows at a time belong to one sequence, and share every key that is read.
     """
     rows, heads, dim = query.shape
+    values, scales, _ = split_rows(keys, 0)
     groups, every = triton.cdiv(rows, together), triton.cdiv(out.shape[1], block_l)
     # A program takes tiles in a pipeline, as long as four programs for each multiprocessor are left.
     tiles = max(1, min(16, groups * every // (4 * PROCESSORS)))
     _scores[(groups, triton.cdiv(every, tiles))](
-        query, head_weights, keys, key_scales, table, lengths, out, counts,
-        rows, table.stride(0), keys.stride(0), keys.stride(1), 0 if key_scales is None else key_scales.stride(0),
-        out.stride(0), top_k, tiles,
-        HEADS=heads, DIM=dim, BLOCK=keys.shape[1], BL=block_l, BR=together, FP8=key_scales is not None,
+        query, head_weights, values, scales, table, lengths, out, counts,
+        rows, table.stride(0), values.stride(0), values.stride(1), scales.stride(0), out.stride(0), top_k, tiles,
+        HEADS=heads, DIM=dim, BLOCK=values.shape[1], BL=block_l, BR=together, FP8=isinstance(keys, Fp8Rows),
         COUNT=counts is not None, BINS=BINS, STAGES=stages, num_warps=warps if together == 1 else 8, **CHAINED,
     )  # fmt: skip
 

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.cache_rows import Fp8Rows, Rows, group_of
 from glm52_engine.kernels.chain import CHAINED, after_previous, fetch_ahead
-from glm52_engine.kernels.rows import _rotated
+from glm52_engine.kernels.rows import _rotated, split_rows
 
 LOG2E = 1.4426950408889634
 """log2(e): the kernels' exponentials are powers of two."""
@@ -107,11 +108,20 @@ def absorb(
 
 
 @triton.jit
+def _widened(values, scales, there, BK: tl.constexpr, LATENT: tl.constexpr, GROUP: tl.constexpr):
+    """FP8 values [BK, LATENT] times their groups' scales, float32; `scales` points at each row's first."""
+    by = tl.load(scales + tl.arange(0, LATENT // GROUP)[None, :], there[:, None], other=0.0)
+    groups = tl.reshape(values.to(tl.float32), (BK, LATENT // GROUP, GROUP))
+    return tl.reshape(groups * by[:, :, None], (BK, LATENT))
+
+
+@triton.jit
 def _attend(
-    query, pool, selected, lengths, out, peak, total,
-    scale, per_split, selected_row,
+    query, pool, scales, rest, selected, lengths, out, peak, total,
+    scale, per_split, selected_row, pool_row, scale_row, rest_row,
     HEADS: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -135,9 +145,12 @@ def _attend(
         there = start + j < last
         slot = tl.load(selected + row * selected_row + start + j, there, other=-1)
         there = there & (slot >= 0)
-        at = pool + slot.to(tl.int64)[:, None] * width
-        kv = tl.load(at + d[None, :], there[:, None], other=0.0)
-        k_rope = tl.load(at + LATENT + r[None, :], there[:, None], other=0.0)
+        slot = slot.to(tl.int64)
+        kv = tl.load(pool + slot[:, None] * pool_row + d[None, :], there[:, None], other=0.0)
+        k_rope = tl.load(rest + slot[:, None] * rest_row + r[None, :], there[:, None], other=0.0).to(q.dtype)
+        if FP8:
+            kv = _widened(kv, scales + slot[:, None] * scale_row, there, BK, LATENT, GROUP)
+        kv = kv.to(q.dtype)
         s = tl.dot(q, tl.trans(kv))
         s = tl.dot(q_rope, tl.trans(k_rope), s) * scale
         s = tl.where(there[None, :], s, float("-inf"))
@@ -161,9 +174,12 @@ def _attend(
 
 
 try:
-    from flash_mla import flash_mla_sparse_fwd
+    from flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 except ImportError:
-    flash_mla_sparse_fwd = None
+    flash_mla_sparse_fwd = flash_mla_with_kvcache = get_mla_metadata = None
+
+FLASH_PAGE = 64
+"""Rows of a page of FlashMLA's FP8 kernel: a row number is what it makes of page and offset, so any number will do."""
 
 
 def flash_usable(heads: int, latent: int, rope: int, device: torch.device) -> bool:
@@ -190,6 +206,65 @@ def attend_flash(
         partial, lse, out, HEADS=heads, SPLITS=parts, LATENT=latent, LOG2E=LOG2E, num_warps=2, **CHAINED,
     )  # fmt: skip
     return out
+
+
+class FlashFp8:
+    """`attend` by FlashMLA on FP8 rows. It splits a row's K by itself, by a plan that is made at the first call.
+
+    The plan depends on shapes alone, so one object serves every layer of a step, and a graph of it.
+    """
+
+    def __init__(self) -> None:
+        self._plan = get_mla_metadata()[0]
+
+    def attend(
+        self, query: torch.Tensor, pages: torch.Tensor, selected: torch.Tensor, *, latent: int, scale: float
+    ) -> torch.Tensor:
+        """query [T, H, latent + rope]; pages uint8 [pages, FLASH_PAGE, 1, row bytes]; result [T, H, latent]."""
+        out, _ = flash_mla_with_kvcache(
+            query.unsqueeze(1), pages, None, None, latent, self._plan, None, scale, False, True,
+            selected.unsqueeze(1), use_legacy=True,
+        )  # fmt: skip
+        attended: torch.Tensor = out.squeeze(1)
+        return attended
+
+
+@triton.jit
+def _widen_rows(
+    pool, scales, rest, table, out, pool_row, scale_row, rest_row, table_row, block_rows,
+    BLOCK: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    sequence = tl.program_id(1).to(tl.int64)
+    page = tl.program_id(0) // tl.cdiv(BLOCK, BK)
+    offset = tl.program_id(0) % tl.cdiv(BLOCK, BK) * BK + tl.arange(0, BK)
+    there = offset < BLOCK
+    slot = tl.load(table + sequence * table_row + page).to(tl.int64) * block_rows + offset
+    d = tl.arange(0, LATENT)
+    r = tl.arange(0, ROPE)
+    kv = tl.load(pool + slot[:, None] * pool_row + d[None, :], there[:, None], other=0.0)
+    kv = _widened(kv, scales + slot[:, None] * scale_row, there, BK, LATENT, GROUP)
+    k_rope = tl.load(rest + slot[:, None] * rest_row + r[None, :], there[:, None], other=0.0)
+    pages = tl.num_programs(0) // tl.cdiv(BLOCK, BK)
+    into = out + ((sequence * pages + page) * BLOCK + offset)[:, None] * (LATENT + ROPE)
+    tl.store(into + d[None, :], kv.to(out.dtype.element_ty), there[:, None])
+    tl.store(into + LATENT + r[None, :], k_rope.to(out.dtype.element_ty), there[:, None])
+
+
+def widen_rows(pool: Fp8Rows, table: torch.Tensor, out: torch.Tensor, *, block_size: int, block_rows: int) -> None:
+    """Rows of whole sequences from FP8: out [S, pages × block_size, latent + rope], in order of position.
+
+    table int32 [S, pages]. What stands in blocks behind a sequence's end is brought along and never looked at.
+    """
+    sequences, pages = table.shape
+    values, scales, rest = split_rows(pool, 0)
+    latent, block = values.shape[1], min(16, block_size)
+    _widen_rows[(pages * triton.cdiv(block_size, block), sequences)](
+        values, scales, rest, table, out, values.stride(0), scales.stride(0), rest.stride(0), table.stride(0),
+        block_rows, BLOCK=block_size, BK=block, LATENT=latent, ROPE=rest.shape[1], GROUP=group_of(latent),
+        num_warps=4, **CHAINED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -250,25 +325,27 @@ def attention_splits(rows: int, k: int, *, processors: int = 132, block: int = 6
 
 
 def attend(
-    query: torch.Tensor, pool: torch.Tensor, selected: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor,
+    query: torch.Tensor, pool: Rows, selected: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor,
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, *, scale: float, block: int = 32, warps: int = 8,
     stages: int = 2,
 ) -> None:  # fmt: skip
     """Attention of each query to its selected rows: out [T, H, latent].
 
-    query [T, H, latent + rope]; pool [rows, latent + rope] the flat cache of this layer; selected int32 [T, K], -1
-    for none, valid ones first; lengths int32 [T]. `work` = (parts float32 [T, S, H, latent], peak, total float32
-    [T, S, H]) when the K rows are split over S programs.
+    query [T, H, latent + rope]; pool [rows, latent + rope] the flat cache of this layer, or in FP8; selected int32
+    [T, K], -1 for none, valid ones first; lengths int32 [T]. `work` = (parts float32 [T, S, H, latent], peak, total
+    float32 [T, S, H]) when the K rows are split over S programs.
     """
     rows, heads, width = query.shape
     latent, k = out.shape[2], selected.shape[1]
     splits = 1 if work is None else work[0].shape[1]
     parts, peak, total = (out, out, out) if work is None else work
+    values, scales, rest = split_rows(pool, latent)
     _attend[(rows, splits)](
-        query, pool, selected, lengths, parts, peak, total,
-        scale * LOG2E, triton.cdiv(k, splits), selected.stride(0),
+        query, values, scales, rest, selected, lengths, parts, peak, total,
+        scale * LOG2E, triton.cdiv(k, splits), selected.stride(0), values.stride(0), scales.stride(0), rest.stride(0),
         HEADS=heads, K=k, SPLITS=splits, BH=max(16, triton.next_power_of_2(heads)), BK=block,
-        LATENT=latent, ROPE=width - latent, STAGES=stages, num_warps=warps, **CHAINED,
+        LATENT=latent, ROPE=width - latent, FP8=isinstance(pool, Fp8Rows), GROUP=group_of(latent), STAGES=stages,
+        num_warps=warps, **CHAINED,
     )  # fmt: skip
     if splits > 1:
         _merge[(rows, heads)](

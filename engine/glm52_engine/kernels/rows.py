@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm52_engine.kernels.cache_rows import LEAST, Fp8Rows, Rows, group_of
 from glm52_engine.kernels.chain import CHAINED, after_previous
 
 K_NORM_EPS = 1e-6
@@ -99,14 +100,14 @@ def begin(
 class Place:
     """Where a step's rows go: slots int32 [T], cos/sin float32 [T, rope/2], `pool` this layer's MLA rows.
 
-    Row s of the cache is `pool[s]` of the flat view [rows, latent + rope]; a block has `block_rows` of them, of which
-    the first `block_size` are tokens of this layer and the rest belong to other layers.
+    Row s of the cache is `pool[s]` of the flat view [rows, latent + rope] (or `Fp8Rows` of such views); a block has
+    `block_rows` of them, of which the first `block_size` are tokens of this layer and the rest belong to other layers.
     """
 
     slots: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    pool: torch.Tensor
+    pool: Rows
     block_rows: int
 
 
@@ -124,7 +125,7 @@ class IndexRow:
 
     weight: torch.Tensor
     bias: torch.Tensor
-    keys: torch.Tensor
+    keys: Rows
     head_weights: torch.Tensor
     head_scale: float
 
@@ -135,11 +136,26 @@ def _rotated(even, odd, cos, sin):
 
 
 @triton.jit
+def _scale_bits(largest, LEAST: tl.constexpr):
+    """The biased exponent of the power of two that brings a magnitude down to e4m3's largest; see `cache_rows`."""
+    bits = tl.maximum(largest, LEAST).to(tl.int32, bitcast=True)
+    return (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+
+
+@triton.jit
+def _power(exponent):
+    """float32 of a biased exponent: 254 - exponent gives the exact inverse."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _latents(
-    a, slots, cos, sin, q_weight, kv_weight, k_weight, k_bias, q_out, pool, keys, head_weights,
-    a_row, a_split, key_block, key_row, block_rows, q_dim, latent, eps, k_eps, head_scale,
+    a, slots, cos, sin, q_weight, kv_weight, k_weight, k_bias, q_out, pool, scales, rest, keys, key_scales,
+    head_weights, a_row, a_split, pool_row, scale_row, rest_row, key_block, key_row, key_scale_block, block_rows,
+    q_dim, latent, eps, k_eps, head_scale,
     SPLITS: tl.constexpr, ROPE2: tl.constexpr, INDEX: tl.constexpr, HEADS: tl.constexpr, FULL: tl.constexpr,
-    BQ: tl.constexpr, BL: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, BL: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -170,11 +186,17 @@ def _latents(
         kv_by = tl.rsqrt(tl.sum(kv * kv, 0) / latent + eps)
         kv_normed = (kv * kv_by).to(q_out.dtype.element_ty) * tl.load(kv_weight + l_at, l_at < latent, other=0.0)
         even, odd = _rotated(even, odd, c, s)
-        kv_into = pool + slot * (latent + 2 * ROPE2)
         kv_real = tl.where(slot >= 0, latent, 0)
-        tl.store(kv_into + l_at, kv_normed.to(pool.dtype.element_ty), l_at < kv_real)
-        tl.store(kv_into + latent + 2 * pair, even.to(pool.dtype.element_ty), pair < kv_real)
-        tl.store(kv_into + latent + 2 * pair + 1, odd.to(pool.dtype.element_ty), pair < kv_real)
+        if FP8:
+            groups = tl.reshape(kv_normed.to(tl.float32), (BL // GROUP, GROUP))
+            exponent = _scale_bits(tl.max(tl.abs(groups), 1), LEAST)
+            kv_normed = tl.reshape(groups * _power(254 - exponent)[:, None], (BL,))
+            group = tl.arange(0, BL // GROUP)
+            tl.store(scales + slot * scale_row + group, _power(exponent), group * GROUP < kv_real)
+        tl.store(pool + slot * pool_row + l_at, kv_normed.to(pool.dtype.element_ty), l_at < kv_real)
+        into = rest + slot * rest_row + 2 * pair
+        tl.store(into, even.to(rest.dtype.element_ty), pair < kv_real)
+        tl.store(into + 1, odd.to(rest.dtype.element_ty), pair < kv_real)
     elif FULL:
         d = tl.arange(0, INDEX)
         head = tl.arange(0, HEADS)
@@ -198,6 +220,17 @@ def _latents(
         first, second = _rotated(first, second, c, s)
         key_real = tl.where(slot >= 0, INDEX, 0)
         key_into = keys + (slot // block_rows) * key_block + (slot % block_rows) * key_row
+        if FP8:
+            # What the reference quantises is rounded to the model's dtype before.
+            dtype = q_out.dtype.element_ty
+            key = tl.where(d >= 2 * ROPE2, key, 0.0).to(dtype).to(tl.float32)
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+            key_exponent = _scale_bits(tl.maximum(largest, tl.max(tl.abs(key), 0)), LEAST)
+            by = _power(254 - key_exponent)
+            key, first, second = key * by, first * by, second * by
+            key_scale = key_scales + (slot // block_rows) * key_scale_block + slot % block_rows
+            tl.store(key_scale, _power(key_exponent), slot >= 0)
         tl.store(key_into + d, key.to(keys.dtype.element_ty), (d >= 2 * ROPE2) & (d < key_real))
         tl.store(key_into + 2 * pair, first.to(keys.dtype.element_ty), pair < key_real)
         tl.store(key_into + 2 * pair + 1, second.to(keys.dtype.element_ty), pair < key_real)
@@ -212,16 +245,31 @@ def latents(
     a [S, T, q_dim + latent + rope (+ index_dim + index_heads)] split products; q_out [T, q_dim].
     """
     splits, rows, _ = a.shape
-    no = IndexRow(norms.kv, norms.kv, place.pool[:1].unsqueeze(0), place.cos, 0.0)
+    latent = norms.kv.shape[0]
+    pool, scales, rest = split_rows(place.pool, latent)
+    no = IndexRow(norms.kv, norms.kv, pool[:1].unsqueeze(0), place.cos, 0.0)
     key = no if index is None else index
+    keys, key_scales, _ = split_rows(key.keys, 0)
     _latents[(rows, 2 if index is None else 3)](
-        a, place.slots, place.cos, place.sin, norms.q, norms.kv, key.weight, key.bias, q_out, place.pool, key.keys,
-        key.head_weights, a.stride(1), a.stride(0), key.keys.stride(0), key.keys.stride(1), place.block_rows,
-        q_out.shape[1], norms.kv.shape[0], eps, K_NORM_EPS, key.head_scale,
-        SPLITS=splits, ROPE2=place.cos.shape[1], INDEX=16 if index is None else key.keys.shape[-1],
+        a, place.slots, place.cos, place.sin, norms.q, norms.kv, key.weight, key.bias, q_out, pool, scales, rest,
+        keys, key_scales, key.head_weights, a.stride(1), a.stride(0), pool.stride(0), scales.stride(0),
+        rest.stride(0), keys.stride(0), keys.stride(1), key_scales.stride(0), place.block_rows,
+        q_out.shape[1], latent, eps, K_NORM_EPS, key.head_scale,
+        SPLITS=splits, ROPE2=place.cos.shape[1], INDEX=16 if index is None else keys.shape[-1],
         HEADS=key.head_weights.shape[1], FULL=index is not None, BQ=triton.next_power_of_2(q_out.shape[1]),
-        BL=triton.next_power_of_2(norms.kv.shape[0]), num_warps=4, **CHAINED,
+        BL=triton.next_power_of_2(latent), FP8=isinstance(place.pool, Fp8Rows), GROUP=group_of(latent), LEAST=LEAST,
+        num_warps=4, **CHAINED,
     )  # fmt: skip
+
+
+def split_rows(rows: Rows, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first `width` elements of each row, their scales, and the other elements, as kernels take them.
+
+    Of plain rows the scales are some tensor that is never read.
+    """
+    if isinstance(rows, torch.Tensor):
+        return rows, rows, rows[..., width:]
+    return rows.values, rows.scales, rows.values if rows.rest is None else rows.rest
 
 
 @triton.jit

@@ -50,8 +50,8 @@ class KvLayout:
     def of(cls, spec: ModelSpec, block_size: int, kv_cache_dtype: KvCacheDtype = "auto") -> KvLayout:
         """`auto` is the model's own dtype. Raises ConfigError where FP8 does not fit the model's rows."""
         if kv_cache_dtype == "fp8":
-            _check_fp8("kv_lora_rank", spec.kv_lora_rank)
-            _check_fp8("index_head_dim", spec.index_head_dim)
+            _check_fp8("kv_lora_rank", spec.kv_lora_rank, most=None)
+            _check_fp8("index_head_dim", spec.index_head_dim, most=GROUP)
         stored = {"auto": getattr(torch, spec.dtype), "bf16": torch.bfloat16, "fp8": FP8}
         return cls(
             block_size=block_size,
@@ -99,12 +99,14 @@ class Pool:
     [num_blocks, block_size, index_row]; both write through to `tensor`. In FP8 they are `Fp8Rows`.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, slab: torch.Tensor | None = None) -> None:
+        """`slab` uint8 [num_blocks × block_bytes]: memory that was taken elsewhere, as for pinning."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
-        self.tensor = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8)
+        whole = torch.empty(num_blocks * layout.block_bytes, dtype=torch.uint8) if slab is None else slab
+        self.tensor = whole.view(num_blocks, layout.block_bytes)
         self.mla, self.index = block_views(layout, self.tensor)
 
     def touch(self) -> None:
@@ -120,7 +122,7 @@ def block_views(layout: KvLayout, slab: torch.Tensor) -> tuple[list[Rows], dict[
     mla: list[Rows] = []
     for _ in range(layout.layers):
         part = _part(slab, offset, size, layout.mla_row_bytes)
-        mla.append(_mla_rows(layout, part))
+        mla.append(mla_rows(layout, part))
         offset += size * layout.mla_row_bytes
     index: dict[int, Rows] = {}
     for layer in layout.full_layers:
@@ -133,8 +135,8 @@ def block_views(layout: KvLayout, slab: torch.Tensor) -> tuple[list[Rows], dict[
     return mla, index
 
 
-def _mla_rows(layout: KvLayout, rows: torch.Tensor) -> Rows:
-    """uint8 [.., mla_row_bytes] as what it holds."""
+def mla_rows(layout: KvLayout, rows: torch.Tensor) -> Rows:
+    """uint8 [.., mla_row_bytes] as the MLA rows that it holds."""
     if layout.dtype != FP8:
         return rows.view(layout.dtype)
     latent, behind = layout.latent, _fp8_bytes(layout.latent)
@@ -155,10 +157,11 @@ def _fp8_bytes(width: int) -> int:
     return width + width // group_of(width) * torch.float32.itemsize
 
 
-def _check_fp8(name: str, width: int) -> None:
-    # Scales stand behind the elements and need their alignment.
-    if width % group_of(width) or width % torch.float32.itemsize:
+def _check_fp8(name: str, width: int, *, most: int | None) -> None:
+    """Scales stand behind the elements and need their alignment; an index key has one."""
+    whole = width % GROUP == 0 if width > GROUP else width >= 4 and width & (width - 1) == 0
+    if not whole or (most is not None and width > most):
+        wanted = f"a power of two from 4 to {GROUP}" + ("" if most else f", or a multiple of {GROUP}")
         raise ConfigError(
-            f"model.kv_cache_dtype: found fp8; the checkpoint's {name} is {width}, and FP8 needs a multiple of "
-            f"{torch.float32.itemsize} up to {GROUP} or of {GROUP} above: say bf16"
+            f"model.kv_cache_dtype: found fp8; the checkpoint's {name} is {width}, and FP8 needs {wanted}: say bf16"
         )

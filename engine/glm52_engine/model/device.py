@@ -6,6 +6,7 @@ first step and nothing is decided on the host, so that a step is one graph repla
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.kernels import index as index_kernels
 from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
+from glm52_engine.kv.pools import FP8, KvLayout, block_views, mla_rows
 from glm52_engine.model.matrix import Matrix, fused, stacked
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
@@ -99,27 +101,26 @@ class DevicePool:
     """KV of one rank on a GPU: page-first like the host pool, padded so that every layer's rows lie on one grid.
 
     `mla[layer]` is the flat view [rows, latent + rope] in which token (block, offset) is row
-    block × `block_rows` + offset; `keys[layer]` (full layers) is [blocks, block_size, index_dim].
+    block × `block_rows` + offset; `keys[layer]` (full layers) is [blocks, block_size, index_dim]. With `dtype`
+    float8_e4m3fn both are `Fp8Rows`, and `pages[layer]` is what FlashMLA's FP8 kernel takes for `mla[layer]`.
     """
 
     def __init__(self, spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: str) -> None:
-        row = spec.mla_row
-        used = block_size * (spec.num_hidden_layers * row + len(spec.full_layers) * spec.index_head_dim)
-        self.blocks, self.block_size = blocks, block_size
-        self.block_rows = -(-used // row)
-        self.tensor = torch.zeros(blocks, self.block_rows * row, dtype=dtype, device=device)
-        flat = self.tensor.view(-1)
-        self.mla = []
-        for layer in range(spec.num_hidden_layers):
-            start = layer * block_size * row
-            count = blocks * self.block_rows - layer * block_size
-            self.mla.append(flat[start : start + count * row].view(count, row))
-        self.keys = {}
-        start = spec.num_hidden_layers * block_size * row
-        for layer in spec.full_layers:
-            part = self.tensor[:, start : start + block_size * spec.index_head_dim]
-            self.keys[layer] = part.unflatten(1, (block_size, spec.index_head_dim))
-            start += block_size * spec.index_head_dim
+        self.layout = layout = dataclasses.replace(KvLayout.of(spec, block_size), dtype=dtype)
+        self.blocks, self.block_size, self.block_rows = blocks, block_size, layout.block_rows
+        row, count = layout.mla_row_bytes, blocks * layout.block_rows
+        # A layer's last page may reach beyond the last block.
+        whole = torch.zeros(count + mla.FLASH_PAGE, row, dtype=torch.uint8, device=device)
+        slab = whole[:count].view(blocks, layout.block_bytes)
+        self.tensor = slab if dtype == FP8 else slab.view(dtype)
+        firsts = [layer * block_size for layer in range(layout.layers)]
+        self.mla = [mla_rows(layout, whole[first:count]) for first in firsts]
+        self.keys = block_views(layout, slab)[1]
+        self.pages: list[torch.Tensor] = []
+        if dtype == FP8:
+            for first in firsts:
+                pages = -(-(count - first) // mla.FLASH_PAGE)
+                self.pages.append(whole[first : first + pages * mla.FLASH_PAGE].view(pages, mla.FLASH_PAGE, 1, row))
 
 
 class DecodeStep:
@@ -157,7 +158,9 @@ class DecodeStep:
         self._slots = empty(batch, of=torch.int32)
         self._q_latent = empty(batch, spec.q_lora_rank)
         splits = mla.attention_splits(batch, spec.index_topk)
-        self._flash = splits if mla.flash_usable(heads, latent, rope, device) else 0
+        usable = mla.flash_usable(heads, latent, rope, device)
+        self._flash_fp8 = mla.FlashFp8() if usable and pool.pages else None
+        self._flash = splits if usable and not pool.pages else 0
         self._query = empty(batch * (self._flash or 1), heads, latent + rope)
         self._index_query = empty(batch, spec.index_n_heads, spec.index_head_dim)
         self._head_weights = empty(batch, spec.index_n_heads, of=torch.float32)
@@ -242,13 +245,15 @@ class DecodeStep:
                 block_size=pool.block_size, block_rows=pool.block_rows, counted=True,
             )  # fmt: skip
         scale = spec.qk_head_dim**-0.5
-        attended = self._attended
-        if self._flash:
-            attended = mla.attend_flash(
-                self._query, pool.mla[index], self._selected, attended, self._flash, scale=scale
+        attended, cache = self._attended, pool.mla[index]
+        if self._flash_fp8 is not None:
+            attended = self._flash_fp8.attend(
+                self._query, pool.pages[index], self._selected, latent=spec.kv_lora_rank, scale=scale
             )
+        elif self._flash and isinstance(cache, torch.Tensor):
+            attended = mla.attend_flash(self._query, cache, self._selected, attended, self._flash, scale=scale)
         else:
-            mla.attend(self._query, pool.mla[index], self._selected, self.lengths, attended, self._work, scale=scale)
+            mla.attend(self._query, cache, self._selected, self.lengths, attended, self._work, scale=scale)
         mla.expand(attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
         linear_kernels.linear(self._values.flatten(1), layer.o.weight, self._o, scale=layer.o.scale)
 

@@ -5,6 +5,8 @@ The same arithmetic and the same cache as `device.py`'s decode step; rows of sev
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -15,6 +17,33 @@ from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
 from glm52_engine.model.matrix import Matrix
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """Where the rows of a chunk find their contexts: index keys by `table`, MLA rows by `places`, int32 [T, pages].
+
+    FlashMLA's kernel for many queries reads no FP8. There each layer's rows of every sequence of the chunk are widened
+    into one buffer, `wide` [S × pages × block_size, latent + rope], by its own block table `sequences` [S, pages]:
+    as many bytes as one layer of the context, for a thousandth of the chunk's time.
+    """
+
+    table: torch.Tensor
+    places: torch.Tensor
+    block_rows: int
+    sequences: torch.Tensor | None
+    wide: torch.Tensor | None
+
+    def rows(self, pool: DevicePool, layer: int) -> torch.Tensor:
+        """This layer's MLA rows, which `places` counts in."""
+        stored = pool.mla[layer]
+        if isinstance(stored, torch.Tensor):
+            return stored
+        assert self.sequences is not None, "FP8 rows are widened for FlashMLA alone"
+        assert self.wide is not None
+        mla.widen_rows(stored, self.sequences, self.wide, block_size=pool.block_size, block_rows=pool.block_rows)
+        return self.wide
+
 
 _SCORE_ROWS = 2048
 """Rows whose index scores exist at once: 512 MiB of float32 at 65,536 tokens of context."""
@@ -59,6 +88,7 @@ class Prefill:
             block_size=self._pool.block_size, block_rows=self._pool.block_rows,
         )  # fmt: skip
         lengths = (positions + 1).int()
+        context = self._context(table, longest)
         selected = torch.full((count, spec.index_topk), -1, dtype=torch.int32, device=self._device)
         added: torch.Tensor | None = None
         for index, layer in enumerate(weights.layers):
@@ -66,14 +96,14 @@ class Prefill:
             if trace is not None:
                 trace.append(hidden.clone())
             place = rows.Place(slots, cos, sin, self._pool.mla[index], self._pool.block_rows)
-            attended = self._attention(index, layer, normed, place, table, lengths, longest, selected, together)
+            attended = self._attention(index, layer, normed, place, context, lengths, longest, selected, together)
             rows.add_norm(hidden, attended.unsqueeze(0), layer.mlp_norm, normed, spec.rms_norm_eps)
             added = self._mlp(layer, normed).unsqueeze(0)
         rows.add_norm(hidden, added, weights.norm, normed, spec.rms_norm_eps)
         return F.linear(normed[logit_rows], weights.head).float()
 
     def _attention(
-        self, index: int, layer: LayerWeights, normed: torch.Tensor, place: rows.Place, table: torch.Tensor,
+        self, index: int, layer: LayerWeights, normed: torch.Tensor, place: rows.Place, context: _Context,
         lengths: torch.Tensor, longest: int, selected: torch.Tensor, together: int,
     ) -> torch.Tensor:  # fmt: skip
         spec, pool, count = self._weights.spec, self._pool, len(normed)
@@ -93,11 +123,11 @@ class Prefill:
             b, layer.kv_b, place.cos, place.sin, query, index_query, nope=spec.qk_nope_head_dim, value=spec.v_head_dim
         )
         if keys is not None and index_query is not None:
-            self._select(index_query, keys, table, lengths, longest, selected, together)
+            self._select(index_query, keys, context, lengths, longest, selected, together)
         out = normed.new_empty(count, heads, latent)
         scale = spec.qk_head_dim**-0.5
         if self._flash:
-            out = mla.attend_flash(query, pool.mla[index], selected, out, 1, scale=scale)
+            out = mla.attend_flash(query, context.rows(pool, index), selected, out, 1, scale=scale)
         else:
             mla.attend(query, pool.mla[index], selected, lengths, out, None, scale=scale)
         values = normed.new_empty(count, heads, spec.v_head_dim)
@@ -105,7 +135,7 @@ class Prefill:
         return F.linear(values.flatten(1), self._values(layer.o))
 
     def _select(
-        self, query: torch.Tensor, keys: rows.IndexRow, table: torch.Tensor, lengths: torch.Tensor, longest: int,
+        self, query: torch.Tensor, keys: rows.IndexRow, context: _Context, lengths: torch.Tensor, longest: int,
         selected: torch.Tensor, together: int,
     ) -> None:  # fmt: skip
         spec, pool = self._weights.spec, self._pool
@@ -115,13 +145,31 @@ class Prefill:
             # `top_k` zeroes the second buffer only as far as this tile's rows: the next tile may have more.
             self._counts[0].zero_()
             index_kernels.scores(
-                query[part], keys.head_weights[part], keys.keys, table[part], lengths[part], scores[: len(query[part])],
+                query[part], keys.head_weights[part], keys.keys, context.table[part], lengths[part],
+                scores[: len(query[part])],
                 top_k=spec.index_topk, counts=self._counts[0], together=together,
             )  # fmt: skip
             index_kernels.top_k(
-                scores[: len(query[part])], lengths[part], table[part], selected[part], self._counts,
-                block_size=pool.block_size, block_rows=pool.block_rows, counted=True,
+                scores[: len(query[part])], lengths[part], context.places[part], selected[part], self._counts,
+                block_size=pool.block_size, block_rows=context.block_rows, counted=True,
             )  # fmt: skip
+
+    def _context(self, table: torch.Tensor, longest: int) -> _Context:
+        pool = self._pool
+        if not (self._flash and pool.pages):
+            return _Context(table, table, pool.block_rows, None, None)
+        table = table[:, : -(-longest // pool.block_size)]
+        pages = torch.arange(table.shape[1], dtype=torch.int32, device=self._device)
+        if table.stride(0) == 0 or len(table) == 1:
+            sequences, places = table[:1], pages.expand(len(table), -1)
+        else:
+            first = torch.ones(len(table), dtype=torch.bool, device=self._device)
+            first[1:] = (table[1:] != table[:-1]).any(1)
+            sequences = table[first]  # waits for the device: how many there are is not known before
+            places = (first.cumsum(0) - 1).int().unsqueeze(1) * table.shape[1] + pages
+        width = self._weights.spec.mla_row
+        wide = self._weights.embed.new_empty(sequences.numel() * pool.block_size, width)
+        return _Context(table, places, pool.block_size, sequences, wide)
 
     def _values(self, matrix: Matrix) -> torch.Tensor:
         """A matrix in the model's dtype; of an FP8 one, valid until the next call."""

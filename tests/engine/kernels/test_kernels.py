@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from glm52_engine.kernels import index, linear, mla, moe, rows
+from glm52_engine.kernels.cache_rows import Fp8Rows, Rows, load, quantise
 from glm52_engine.kernels.reference import index_scores, select_top_k
 from glm52_engine.model.rope import Rotation, rotate
 
@@ -106,20 +107,18 @@ def test_index_scores_of_rows_that_share_a_context(device: str, dtype: torch.dty
     query = torch.randn(6, heads, dim, device=device).to(dtype)
     weights = torch.randn(6, heads, device=device)
     out = torch.full((6, length), torch.nan, device=device)
-    scales = None
+    keys: Rows = paged.cache
     if fp8:
-        paged.cache = paged.cache.to(torch.float8_e4m3fn)
-        scales = torch.rand(paged.cache.shape[:2], device=device) + 0.5
+        keys = Fp8Rows(*quantise(paged.cache), None)
+        every = torch.arange(len(paged.cache), device=device)
+        paged.cache = load(keys, (every,), torch.float32)
     counts = index.top_k_counts(6, device)
     table = paged.table.expand(6, -1)
     index.scores(
-        query, weights, paged.cache, table, lengths, out, top_k=k, key_scales=scales, counts=counts[0], together=4,
+        query, weights, keys, table, lengths, out, top_k=k, counts=counts[0], together=4,
         block_l=128 if gpu else 16,
     )  # fmt: skip
-    context = paged.context(0).float()
-    if scales is not None:
-        context *= scales.flatten()[paged.slots(0, torch.arange(length, device=device)).long()][:, None]
-    want = index_scores(query[None], weights[None], context[None])[0]
+    want = index_scores(query[None], weights[None], paged.context(0).float()[None])[0]
     for row, n in enumerate(lengths.tolist()):
         close(out[row, :n], want[row, :n])
         assert out[row, n:].isnan().all()
@@ -189,6 +188,95 @@ def test_attention_over_selected_rows(device: str, dtype: torch.dtype, gpu: bool
         kv = flat[selected[row][selected[row] >= 0].long()].float()
         weights = (query[row].float() @ kv.T * scale).softmax(-1)
         close(out[row], weights @ kv[:, :latent])
+
+
+def fp8_pages(cache: torch.Tensor, latent: int) -> tuple[Fp8Rows, torch.Tensor]:
+    """The flat rows of a cache in FP8, and the bytes that hold them: uint8 [rows, row bytes]."""
+    flat = cache.flatten(0, 1)
+    values, scales = quantise(flat[:, :latent])
+    parts = values.view(torch.uint8), scales.view(torch.uint8), flat[:, latent:].bfloat16().view(torch.uint8)
+    raw = torch.cat(parts, 1)
+    behind = latent + scales.shape[1] * 4
+    return Fp8Rows(
+        raw[:, :latent].view(torch.float8_e4m3fn),
+        raw[:, latent:behind].view(torch.float32),
+        raw[:, behind:].view(torch.bfloat16),
+    ), raw
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attention_over_fp8_rows(device: str, dtype: torch.dtype, gpu: bool, splits: int) -> None:
+    heads, latent, rope, k, lengths = (64, 512, 64, 2048, [4000, 5, 1600]) if gpu else (4, 256, 16, 64, [90, 5, 50])
+    paged = Paged(lengths, latent + rope, device, dtype)
+    query = torch.randn(3, heads, latent + rope, device=device).to(dtype)
+    selected = torch.full((3, k), -1, dtype=torch.int32, device=device)
+    for row, length in enumerate(lengths):
+        chosen = torch.randperm(length, device=device)[:k].sort().values
+        selected[row, : len(chosen)] = paged.slots(row, chosen).int()
+    flat, raw = fp8_pages(paged.cache, latent)
+    wide = load(flat, (torch.arange(len(raw), device=device),), dtype)
+    scale = (latent + rope) ** -0.5
+    out, want = (torch.full((3, heads, latent), torch.nan, device=device, dtype=dtype) for _ in range(2))
+    work = None
+    if splits > 1:
+        peaks = [torch.full((3, splits, heads), torch.nan, device=device) for _ in range(2)]
+        work = (torch.full((3, splits, heads, latent), torch.nan, device=device), *peaks)
+    block = 32 if gpu else 16
+    mla.attend(query, wide, selected, paged.lengths, want, work, scale=scale, block=block)
+    mla.attend(query, flat, selected, paged.lengths, out, work, scale=scale, block=block)
+    close(out, want)
+    if mla.flash_mla_sparse_fwd is not None and gpu:
+        pages = F.pad(raw, (0, 0, 0, -len(raw) % mla.FLASH_PAGE)).view(-1, mla.FLASH_PAGE, 1, raw.shape[1])
+        flash = mla.FlashFp8()
+        for _ in range(2):
+            close(flash.attend(query, pages, selected, latent=latent, scale=scale), want)
+
+
+def test_fp8_rows_of_whole_sequences_widened(device: str, dtype: torch.dtype, gpu: bool) -> None:
+    latent, rope, lengths = (512, 64, [100, 40]) if gpu else (256, 16, [40, 20])
+    paged = Paged(lengths, latent + rope, device, dtype)
+    flat, _ = fp8_pages(paged.cache, latent)
+    out = torch.full((2, paged.table.shape[1] * BLOCK_SIZE, latent + rope), torch.nan, device=device, dtype=dtype)
+    mla.widen_rows(flat, paged.table, out, block_size=BLOCK_SIZE, block_rows=BLOCK_SIZE)
+    for row, length in enumerate(lengths):
+        slots = paged.slots(row, torch.arange(length, device=device)).long()
+        assert torch.equal(out[row, :length], load(flat, (slots,), dtype))
+
+
+def test_rows_written_in_fp8_are_the_reference_s(device: str, dtype: torch.dtype, gpu: bool) -> None:
+    q_dim, latent, rope, dim, heads = (2048, 512, 64, 128, 32) if gpu else (64, 256, 16, 32, 4)
+    count, bs, block_rows = 3, 4, 7
+    a = torch.randn(2, count, q_dim + latent + rope + dim + heads, device=device)
+    angle = torch.rand(count, rope // 2, device=device) * 6
+    by = Rotation(angle.cos(), angle.sin())
+    empty = torch.zeros(5 * block_rows, 1, latent + rope, device=device)
+    pool, raw = fp8_pages(empty, latent)
+    keys = Fp8Rows(*quantise(torch.zeros(5, bs, dim, device=device)), None)
+    ones = lambda n: torch.rand(n, device=device).to(dtype) + 0.5  # noqa: E731
+    norms, key_norm = rows.Norms(ones(q_dim), ones(latent)), (ones(dim), ones(dim))
+    slots = torch.tensor([2 * block_rows + 3, -1, 1], dtype=torch.int32, device=device)
+    q_out = torch.empty(count, q_dim, device=device, dtype=dtype)
+    head_weights = torch.empty(count, heads, device=device)
+    index_row = rows.IndexRow(*key_norm, keys, head_weights, 1.0)
+    before, key_before = raw.clone(), keys.values.view(torch.uint8).clone()
+    rows.latents(a, q_out, rows.Place(slots, by.cos, by.sin, pool, block_rows), norms, index_row, eps=1e-6)
+
+    kv, shared, key = a.sum(0)[:, q_dim:].split([latent, rope, dim + heads], 1)
+    kv = F.rms_norm(kv, (latent,), None, 1e-6).to(dtype) * norms.kv
+    key = F.layer_norm(key[:, :dim], (dim,), key_norm[0].float(), key_norm[1].float(), 1e-6)
+    key = torch.cat((rotate(key[:, :rope], by), key[:, rope:]), 1)
+    for row, (slot, block, offset) in {0: (2 * block_rows + 3, 2, 3), 2: (1, 0, 1)}.items():
+        values, scales = quantise(kv[row].to(dtype))
+        assert torch.equal(pool.scales[slot], scales)
+        close(pool.values[slot].float(), values.float())
+        assert pool.rest is not None
+        close(pool.rest[slot].float(), rotate(shared[row : row + 1], Rotation(by.cos[row], by.sin[row])).bfloat16()[0])
+        values, scales = quantise(key[row].to(dtype))
+        assert torch.equal(keys.scales[block, offset], scales)
+        close(keys.values[block, offset].float(), values.float())
+    assert sorted((raw != before).any(1).nonzero().flatten().tolist()) == [1, 2 * block_rows + 3]
+    changed = (keys.values.view(torch.uint8) != key_before).any(-1).nonzero().tolist()
+    assert changed == [[0, 1], [2, 3]], "a padding row writes nothing"
 
 
 def test_queries_into_the_latent_space_and_values_out_of_it(device: str, dtype: torch.dtype, gpu: bool) -> None:

@@ -15,6 +15,7 @@ from glm52_engine.checkpoint import Fp8Weight, load_weights, read_model_spec
 from glm52_engine.checkpoint.architectures import tiny_config
 from glm52_engine.checkpoint.quantization import Fp8
 from glm52_engine.checkpoint.tensors import expected_tensors, is_scale
+from glm52_engine.config import KvCacheDtype
 from glm52_engine.kernels import linear, rows
 from glm52_engine.kernels.reference import index_scores, select_top_k
 from glm52_engine.model import Span, prefill
@@ -62,12 +63,16 @@ def on_device(checkpoint: Path, kept: Fp8) -> DeviceWeights:
     return device_weights(spec, load_weights(checkpoint, spec, fp8=kept), "cpu")
 
 
-def test_prefill_and_decode_are_the_plain_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_prefill_and_decode_are_the_plain_model(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv: KvCacheDtype
+) -> None:
     monkeypatch.setattr(support, "BLOCK", BLOCK)
     monkeypatch.setattr(linear, "splits_for", lambda n, rows: 2)  # eight programs where two show the same
-    plain = Ours(checkpoint)
+    plain = Ours(checkpoint, kv_cache_dtype=kv)
     both = on_device(checkpoint, "dequantize"), on_device(checkpoint, "keep")
-    pool = DevicePool(both[0].spec, plain.pool.num_blocks, BLOCK, torch.float32, "cpu")
+    pool = DevicePool(both[0].spec, plain.pool.num_blocks, BLOCK, plain.pool.layout.dtype, "cpu")
+    assert pool.layout == plain.pool.layout
     steps = [DecodeStep(weights, pool, batch=3, longest=12, vocab_bound=300) for weights in both]
     spans = []
     for seat, (length, weights) in enumerate(zip(LENGTHS, both, strict=True)):
@@ -78,7 +83,9 @@ def test_prefill_and_decode_are_the_plain_model(checkpoint: Path, monkeypatch: p
             torch.tensor(ids), torch.arange(length), table.expand(length, -1), length, torch.tensor([length - 1]),
             together=4,
         )[0]  # fmt: skip
-        assert (got - want).abs().max() < 1e-3
+        # A sum in another order may fall on the other side of an e4m3 number's border, 1/16 away.
+        tolerance = 1e-3 if kv == "auto" else 0.1
+        assert (got - want).abs().max() < tolerance
         spans.append(Span(seat, length, [int(got[:300].argmax())], True))
         for step in steps:
             step.active.fill_(2)
@@ -89,7 +96,7 @@ def test_prefill_and_decode_are_the_plain_model(checkpoint: Path, monkeypatch: p
     for step in steps:
         pool.tensor.copy_(before)
         step.run()
-        assert (step.logits[:2] - want).abs().max() < 1e-3
+        assert (step.logits[:2] - want).abs().max() < tolerance
         assert step.chosen[:2].tolist() == want[:, :300].argmax(1).tolist()
         assert step.tokens[:2].tolist() == step.chosen[:2].tolist()
         assert step.positions.tolist() == [4, 12, 0], "a padding row stays where it is"
@@ -151,7 +158,7 @@ def test_selection_in_tiles_of_different_size(checkpoint: Path, monkeypatch: pyt
         by = torch.randn(6, spec.index_n_heads)
         selected = torch.full((6, spec.index_topk), -1, dtype=torch.int32)
         keys = rows.IndexRow(by, by, pool.keys[0], by, 1.0)
-        chunks._select(query, keys, table, lengths, 45, selected, 1)
+        chunks._select(query, keys, chunks._context(table, 45), lengths, 45, selected, 1)
         scores = index_scores(query[None], by[None], pool.keys[0][table[0]].flatten(0, 1)[None])[0]
         scores.masked_fill_(torch.arange(48) >= lengths[:, None], -torch.inf)
         best = select_top_k(scores, spec.index_topk)

@@ -156,3 +156,8 @@ def test_a_note_fits_the_api(note: str) -> None:
     event = Aggregator("p").event(resource(), Notice("Normal", "Ready", "Reconcile", note), NOW)
     assert event is not None
     assert len(event["note"].encode()) <= NOTE_LIMIT
+
+
+@pytest.mark.parametrize("reason", ["Paused", "Suspended"])
+def test_what_somebody_wants_so_is_no_warning(reason: str) -> None:
+    assert reasons(status(), broken(reason)) == [("Normal", "NotReady")]

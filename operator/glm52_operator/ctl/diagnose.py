@@ -17,7 +17,17 @@ from glm52_operator.status.workloads import judge
 
 _CAUSES: tuple[tuple[str, ...], ...] = (
     ("Deleting", "OperatorSilent", "OperatorBehind", "NotMade"),
-    ("InvalidSpec", "NameTooLong", "ImageMissing", "ImmutableField", "Refused", "ConfigRefused", "ScaledToZero"),
+    (
+        "InvalidSpec",
+        "NameTooLong",
+        "ImageMissing",
+        "ImmutableField",
+        "Refused",
+        "ConfigRefused",
+        "ScaledToZero",
+        "Suspended",
+        "Paused",
+    ),
     ("Forbidden", "QuotaExceeded", "NameTaken", "NamespaceTerminating", "WaitingForDeletion", "PodsRefused"),
     ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable", "ContainerConfigError"),
     ("NoRoom", "Unschedulable", "SchedulingGated"),
@@ -41,6 +51,8 @@ _LOOK = {
     "NotMade": "kubectl -n glm52-system logs deploy/glm52-operator",
     "ConfigRefused": _LOGS,
     "ScaledToZero": "kubectl -n {ns} edit glm52 {name}",
+    "Suspended": "kubectl -n {ns} edit glm52 {name}",
+    "Paused": "kubectl -n {ns} edit glm52 {name}",
     "PodsRefused": "kubectl -n {ns} get events --field-selector reason=FailedCreate",
     "ImagePullBackOff": _DESCRIBE_POD,
     "ContainerConfigError": _DESCRIBE_POD,

@@ -21,7 +21,6 @@ log = logging.getLogger("glm52.rollout")
 
 _GONE_OR_CHANGED = (404, 409)
 """Somebody was faster; the pod's own event brings the next pass."""
-_TOO_MANY = 429
 
 
 @dataclass(slots=True)
@@ -55,14 +54,18 @@ class Roller:
             else:
                 await self.api.delete(POD, key[0], host.name, uid=host.uid, version=host.version)
         except ApiError as error:
-            if error.code == _TOO_MANY:
+            if error.code not in _GONE_OR_CHANGED:
                 rolled.held[replacement.role] = f"{host.name} is not let go: {error.text}"
-            elif error.code not in _GONE_OR_CHANGED:
-                rolled.failures.append(failure_of(error))
+                rolled.failures += [] if _is_budget(error) else [failure_of(error)]
             return False
         deadline = self.utcnow() + datetime.timedelta(seconds=host.grace)
         self.store.expect_leaving(POD, key[0], host.name, host.uid, timestamp(deadline))
         return True
+
+
+def _is_budget(error: ApiError) -> bool:
+    """Refused for the sake of a disruption budget, or of two, which no eviction can serve: it is waited for."""
+    return error.code == 429 or (error.code == 500 and "PodDisruptionBudget" in error.text)
 
 
 def _notice(replacement: Replacement, sent: Sequence[Host]) -> Notice:

@@ -20,9 +20,11 @@ from glm52_operator.status.workloads import Workload, judge
 
 _TITLES: dict[names.Component, str] = {"prefill": "prefill replicas", "decode": "decode replicas", "router": "routers"}
 CONDITIONS: dict[names.Component, str] = {"prefill": "PrefillReady", "decode": "DecodeReady", "router": "RouterReady"}
-_QUIET = {"AllReady", "ScaledToZero", "Suspended"}
+_QUIET = {"AllReady", "ScaledToZero"}
 PASSING = {"Applying", "Starting", "NotReady", "RollingOut", "Draining"}
 """Reasons that pass by themselves, if nothing is wrong."""
+CHOSEN = {"Paused", "Suspended"}
+"""Reasons that somebody wants."""
 _BUDGETS = "PodDisruptionBudget"
 
 
@@ -100,6 +102,7 @@ def _workload(component: names.Component, target: Target, observed: Observed, ro
         events=[*observed.events.get(component, ()), *_replica_failures(found)],
         view=rollout.views[role] if role else None,
         progress=rollout.progress[role] if role else None,
+        paused=target.spec.rollout.paused,
         suspended=target.spec.suspend,
     )
 
@@ -130,9 +133,8 @@ def _verdicts(target: Target, observed: Observed, parts: Mapping[names.Component
         else Verdict(False, refused.reason, refused.message)
     )
     verdicts = {"ConfigValid": config, **roles}
-    # What a person has to solve comes before what passes by itself.
     unmet = [verdict for verdict in verdicts.values() if not verdict.holds]
-    failed = min(unmet, key=lambda verdict: verdict.reason in PASSING, default=None)
+    failed = min(unmet, key=_urgency, default=None)
     ready = (
         Verdict(True, "Serving", f"Serving {target.spec.model.name} at {url(target)}.")
         if failed is None
@@ -143,16 +145,21 @@ def _verdicts(target: Target, observed: Observed, parts: Mapping[names.Component
     return {**verdicts, **aspects, "Ready": ready}
 
 
+def _urgency(verdict: Verdict) -> int:
+    """What a person has to solve comes before what passes by itself, and what is wanted so comes last."""
+    return 2 if verdict.reason == "Suspended" else int(verdict.reason in PASSING)
+
+
 def _progressing(roles: Mapping[str, Verdict], failures: Sequence[Failure]) -> Verdict:
     if failures:
         return Verdict(False, failures[0].reason, failures[0].message)
-    stuck = next((v for v in roles.values() if v.reason not in _QUIET | PASSING | {"Paused"}), None)
+    stuck = next((v for v in roles.values() if v.reason not in _QUIET | PASSING | CHOSEN), None)
     if stuck is not None:
         return Verdict(False, stuck.reason, f"Waits for this to be solved: {stuck.message}")
     moving = next((v for v in roles.values() if v.reason in PASSING), None)
     if moving is not None:
         return Verdict(True, moving.reason, moving.message)
-    paused = next((v for v in roles.values() if v.reason in ("Paused", "Suspended")), None)
+    paused = next((v for v in roles.values() if v.reason in CHOSEN), None)
     if paused is not None:
         return Verdict(False, paused.reason, paused.message)
     return Verdict(False, "Complete", "Everything is as specified.")

@@ -12,9 +12,9 @@ from typing import Any
 
 from glm52_operator import names
 from glm52_operator.plan.events import Notice
-from glm52_operator.status.compute import CONDITIONS, PASSING
+from glm52_operator.status.compute import CHOSEN, CONDITIONS, PASSING
 
-_QUIET = PASSING | {"ScaledToZero", "ConfigInvalid", "Complete"}
+_QUIET = PASSING | CHOSEN | {"ScaledToZero", "ConfigInvalid", "Complete"}
 """Reasons of a False condition that are no fault, or that another condition explains."""
 
 Conditions = Mapping[str, Mapping[str, Any]]
@@ -98,4 +98,4 @@ def _ready(old: Conditions, new: Conditions, *, scaled: bool) -> Iterator[Notice
         if passing and scaled:
             return
         note = f"{now['reason']}: {now['message']}"
-        yield Notice("Normal" if passing else "Warning", "NotReady", "Reconcile", note)
+        yield Notice("Normal" if passing or now["reason"] in CHOSEN else "Warning", "NotReady", "Reconcile", note)

@@ -32,6 +32,7 @@ class Workload:
     """Its pods as replicas; a router has none, its pods are its replicas."""
     progress: Progress | None = None
     """How far its rollout is."""
+    paused: bool = False
     suspended: bool = False
 
     def count(self, which: str) -> int:
@@ -137,11 +138,11 @@ def _moving(workload: Workload, counts: str) -> Verdict | None:
 def _rolling(workload: Workload, counts: str) -> Verdict:
     newest = f"{min(workload.updated, workload.wanted)}/{workload.wanted} are of the newest revision"
     progress = workload.progress
-    if progress is None or not progress.outdated:
-        return Verdict(False, "RollingOut", f"{counts}. {newest}, the others are being replaced.")
-    if progress.paused:
+    if workload.paused:
         text = f"{newest}; the others stay until rollout.paused is false. A pod that goes comes back as the newest."
         return Verdict(False, "Paused", f"{counts}. {text}")
+    if progress is None or not progress.outdated:
+        return Verdict(False, "RollingOut", f"{counts}. {newest}, the others are being replaced.")
     next_one = progress.outdated[0]
     waits = f"{next_one} is next and waits: {progress.waits.rstrip('.')}" if progress.waits else f"{next_one} is next"
     return Verdict(False, "RollingOut", f"{counts}. {newest}. {waits}.")

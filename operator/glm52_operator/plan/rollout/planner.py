@@ -45,7 +45,6 @@ class Progress:
     """Pods of an older revision that nobody has told to go yet."""
     waits: str = ""
     """What they wait for, as the rest of a sentence; empty where they do not wait."""
-    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,6 @@ def _progress(own: _Board, other: _Board, policy: Policy) -> Progress:
         newest=sum(slot.replica.is_of(revision) for slot in own.slots),
         outdated=tuple(outdated) if own.view.revision is not None else (),
         waits=_waits(own, other, policy) if left else "",
-        paused=policy.paused,
     )
 
 

@@ -1,0 +1,183 @@
+"""Rollouts against the real StatefulSet and disruption controllers; the engines' part is played by a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from e2e.controlplane.client import Object
+from e2e.controlplane.operator import Process
+from e2e.controlplane.space import Space, deployment
+from e2e.controlplane.standin import Kubelets, Life
+
+pytestmark = pytest.mark.integration
+
+LIFE = Life(warm_up=0.3, drain=0.3)
+KV = "glm52.dev/kv"
+
+
+def serves(pod: Object) -> bool:
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
+    return ready and "deletionTimestamp" not in pod["metadata"]
+
+
+def serving(space: Space, role: str) -> list[Object]:
+    return [pod for pod in space.pods("chat", role).values() if serves(pod)]
+
+
+def uids(space: Space, role: str) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in space.pods("chat", role).values()}
+
+
+class Watched:
+    """What every state between two points of a test had in common: it is looked at after each event."""
+
+    def __init__(self, space: Space, floors: dict[str, int]) -> None:
+        self.space = space
+        self.floors = floors
+        self.broken: list[str] = []
+
+    def look(self) -> None:
+        kvs = []
+        for role, floor in self.floors.items():
+            found = serving(self.space, role)
+            kvs.append({pod["metadata"]["labels"][KV] for pod in found})
+            if len(found) < floor:
+                self.broken.append(f"{len(found)} {role} pods serve, {floor} have to")
+        if not set.intersection(*kvs):
+            self.broken.append(f"no prefill and decode pod can exchange KV: {kvs}")
+
+    def until_ready(self, generation: int, timeout: float = 90.0) -> None:
+        def probe() -> Object | None:
+            self.look()
+            found = self.space.seen("GLM52Deployment", "chat")
+            new = found is not None and found["metadata"]["generation"] >= generation
+            return found if new and self.space.condition("chat", "Ready").get("status") == "True" else None
+
+        self.space.until("the rollout is over", probe, timeout, self._state)
+        assert not self.broken, self.broken[:3]
+
+    def _state(self) -> object:
+        return (self.space.seen("GLM52Deployment", "chat") or {}).get("status"), self.broken[:3]
+
+
+@contextlib.contextmanager
+def floors(space: Space, **least: int) -> Iterator[Watched]:
+    yield Watched(space, least)
+
+
+def generation(obj: Object) -> int:
+    return int(obj["metadata"]["generation"])
+
+
+@pytest.fixture
+def chat(space: Space, kubelets: Kubelets, operator: Process) -> Space:
+    """Two prefill and three decode replicas that serve."""
+    kubelets.live(LIFE, space.name)
+    space.apply(deployment("chat", image="engine:1", prefill={"replicas": 2}, decode={"replicas": 3}))
+    space.until_ready("chat")
+    return space
+
+
+def test_an_edit_replaces_pods_drained_and_keeps_floor_and_pairs(chat: Space) -> None:
+    before = uids(chat, "prefill") | uids(chat, "decode")
+    with floors(chat, prefill=1, decode=2) as watched:
+        watched.until_ready(generation(chat.edit("chat", image="engine:2")))
+    assert not before & (uids(chat, "prefill") | uids(chat, "decode"))
+    assert {pod["spec"]["containers"][0]["image"] for pod in chat.pods("chat").values()} == {"engine:2"}
+    told = [event for event in chat.all_seen("Event") if event.get("reason") == "Replacing"]
+    assert len(told) == 5
+    status = (chat.get("GLM52Deployment", "chat") or {})["status"]
+    assert (status["upToDate"], status["decode"]["updatedReplicas"]) == ("6/6", 3)
+
+
+def test_a_change_of_decode_alone_leaves_prefill_and_router(chat: Space) -> None:
+    prefill, router, decode = (uids(chat, part) for part in ("prefill", "router", "decode"))
+    with floors(chat, prefill=2, decode=2) as watched:
+        watched.until_ready(generation(chat.edit("chat", decode={"replicas": 3, "maxNumSeqs": 7})))
+    assert uids(chat, "decode").isdisjoint(decode)
+    assert (uids(chat, "prefill"), uids(chat, "router")) == (prefill, router)
+
+
+def test_restart_replaces_every_pod(chat: Space) -> None:
+    before = {part: uids(chat, part) for part in ("prefill", "decode", "router")}
+    with floors(chat, prefill=1, decode=2) as watched:
+        watched.until_ready(generation(chat.edit("chat", restart="2026-01-02")))
+    assert all(uids(chat, part).isdisjoint(old) for part, old in before.items())
+
+
+def test_a_stuck_image_stops_early_and_its_fix_needs_no_hand(chat: Space, kubelets: Kubelets) -> None:
+    kubelets.lacks_image("engine:missing")
+    with floors(chat, prefill=1, decode=2) as watched:
+        chat.edit("chat", image="engine:missing")
+        chat.until_condition("chat", "DecodeReady", reason="ImagePullBackOff")
+        chat.until_condition("chat", "PrefillReady", reason="ImagePullBackOff")
+        # Taken back: what serves is of that revision, and stays.
+        kept = {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in serving(chat, role)}
+        watched.until_ready(generation(chat.edit("chat", image="engine:1")))
+        assert kept <= uids(chat, "prefill") | uids(chat, "decode")
+        chat.edit("chat", image="engine:missing")
+        chat.until_condition("chat", "DecodeReady", reason="ImagePullBackOff")
+        watched.until_ready(generation(chat.edit("chat", image="engine:3")))
+
+
+def test_a_paused_rollout_waits_and_suspend_drains_all(chat: Space) -> None:
+    before = uids(chat, "decode")
+    chat.edit("chat", rollout={"paused": True}, restart="later")
+    chat.until_condition("chat", "Progressing", reason="Paused")
+    assert uids(chat, "decode") == before
+    with floors(chat, prefill=1, decode=2) as watched:
+        watched.until_ready(generation(chat.edit("chat", rollout={"paused": False})))
+    assert uids(chat, "decode").isdisjoint(before)
+    chat.edit("chat", suspend=True)
+    chat.until_condition("chat", "Ready", reason="Suspended")
+    chat.until("every pod is gone", lambda: not chat.pods("chat"))
+    chat.until_ready("chat", generation(chat.edit("chat", suspend=False)))
+    assert len(chat.pods("chat", "decode")) == 3
+
+
+def test_an_operator_that_dies_again_and_again_and_scaling_in_between(chat: Space, operator: Process) -> None:
+    with floors(chat, prefill=1, decode=2) as watched:
+        chat.edit("chat", image="engine:2")
+        for number, replicas in enumerate((4, 3, 5)):
+            first = uids(chat, "decode")
+            chat.until("a decode pod was replaced", partial(_others, chat, first))
+            operator.kill()
+            chat.scale("chat", replicas)
+            edited = chat.edit("chat", image=f"engine:{3 + number}")
+            operator.start()
+        watched.until_ready(generation(edited), timeout=120.0)
+    assert len(chat.pods("chat", "decode")) == 5
+    assert {pod["spec"]["containers"][0]["image"] for pod in chat.pods("chat").values()} == {"engine:5"}
+
+
+def test_a_second_budget_holds_a_rollout_and_is_named(chat: Space) -> None:
+    ours = {"glm52.dev/name": "chat", "glm52.dev/role": "decode"}
+    budget = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "theirs"},
+        "spec": {"maxUnavailable": 0, "selector": {"matchLabels": ours}},
+    }
+    chat.apply(budget)
+    before = uids(chat, "decode")
+    chat.edit("chat", decode={"replicas": 3, "maxNumSeqs": 9})
+    chat.until(
+        "the budget is named",
+        lambda: "more than one PodDisruptionBudget" in _said(chat) or None,
+        last=lambda: _said(chat),
+    )
+    assert uids(chat, "decode") == before
+    chat.until_condition("chat", "DecodeReady", reason="RollingOut")
+
+
+def _others(space: Space, known: set[str]) -> bool:
+    return uids(space, "decode") != known
+
+
+def _said(space: Space) -> str:
+    status = (space.seen("GLM52Deployment", "chat") or {}).get("status", {})
+    return " ".join(c["message"] for c in status.get("conditions", []))

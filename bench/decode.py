@@ -1,13 +1,13 @@
 """Decode steps and prefill at GLM-5.2's layer dimensions on one GPU: our engine, transformers, and what memory allows.
 
-    python -m bench.decode [--out docs/benchmarks] [--fp8]
+    python -m bench.decode [--out docs/benchmarks] [--fp8] [--kv fp8]
 
 Rows of a batch are either independent (their own prompts: 32 experts are all in use from 8 rows on) or identical (one
 prompt for all: every row goes to the same 8 experts, and a step reads a quarter of the weights). Published figures do
 not always say which they are; here both are shown.
 
---fp8: the same model as a checkpoint in FP8 holds it. The figures of vLLM and transformers are bfloat16's, so that it
-stands alone, beside its own limit.
+--fp8: the same model as a checkpoint in FP8 holds it; --kv fp8: its KV in FP8 too. The figures of vLLM and transformers
+are bfloat16's, so that these stand alone, beside their own limit.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ def bandwidth() -> dict[str, float]:
 class Ours:
     """A batch whose context was really prefilled."""
 
-    def __init__(self, weights: DeviceWeights, rows: int, context: int, *, identical: bool) -> None:
+    def __init__(self, weights: DeviceWeights, rows: int, context: int, *, identical: bool, kv: str = "bf16") -> None:
         spec = weights.spec
         room = context + 128
         blocks = -(-room // BLOCK)
-        self.pool = DevicePool(spec, rows * blocks, BLOCK, torch.bfloat16, "cuda")
+        dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv]
+        self.pool = DevicePool(spec, rows * blocks, BLOCK, dtype, "cuda")
         self.step = DecodeStep(weights, self.pool, batch=rows, longest=blocks * BLOCK, vocab_bound=spec.vocab_size)
         self.step.table.copy_(torch.randperm(rows * blocks, device="cuda", dtype=torch.int32).view(rows, blocks))
         draw = torch.Generator().manual_seed(1)
@@ -114,10 +115,10 @@ class Ours:
 
 
 def measure(
-    weights: DeviceWeights, rows: int, context: int, identical: bool, rates: dict[str, float], *, fp8: bool
+    weights: DeviceWeights, rows: int, context: int, identical: bool, rates: dict[str, float], *, fp8: bool, kv: str
 ) -> dict[str, Any]:
     """One row of the table."""
-    ours = Ours(weights, rows, context, identical=identical)
+    ours = Ours(weights, rows, context, identical=identical, kv=kv)
     ours.fill()
     seconds = ours.fill()
     graph = ours.graph()
@@ -127,7 +128,8 @@ def measure(
         graph.replay()
         busy.append(float(ours.step.experts_with_rows() - 1))
     experts = sum(busy) / len(busy)
-    floor = shapes.step_bytes(weights, rows=rows, context=context, experts=experts) / rates["read_tb_s"] / 1e9
+    read = shapes.step_bytes(weights, ours.pool.layout, rows=rows, context=context, experts=experts)
+    floor = read / rates["read_tb_s"] / 1e9
     return {
         "rows": rows,
         "context": context,
@@ -199,8 +201,10 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     arguments.add_argument("--without-transformers", action="store_true")
     arguments.add_argument("--fp8", action="store_true", help="weights in FP8; writes decode-fp8.json")
+    arguments.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
     chosen = arguments.parse_args()
-    name = "decode-fp8" if chosen.fp8 else "decode"
+    plain = not chosen.fp8 and chosen.kv == "bf16"
+    name = "decode" if plain else "decode-fp8"
     chosen.out.mkdir(parents=True, exist_ok=True)
     rates = bandwidth()
     weights = shapes.random_weights(shapes.spec(), "cuda", fp8=chosen.fp8)
@@ -208,7 +212,7 @@ def main() -> None:
     print(f"{rates['copy_tb_s']:.2f} TB/s copy, {rates['read_tb_s']:.2f} TB/s read")
     for batch, context in SHAPES:
         for identical in (False, True) if batch > 1 else (False,):
-            row = measure(weights, batch, context, identical, rates, fp8=chosen.fp8)
+            row = measure(weights, batch, context, identical, rates, fp8=not plain, kv=chosen.kv)
             rows.append(row)
             print(*(f"{key} {value}" for key, value in row.items() if key != "shares"), sep="  ", flush=True)
             torch.cuda.empty_cache()
@@ -220,12 +224,13 @@ def main() -> None:
         },
         "date": time.strftime("%Y-%m-%d"),
         "weights": "fp8" if chosen.fp8 else "bf16",
+        "kv": chosen.kv,
         "versions": {"torch": torch.__version__, "flash_mla": mla.flash_mla_sparse_fwd is not None},
         "rows": rows,
         "reach": reach(rows),
     }
     (chosen.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    if not (chosen.fp8 or chosen.without_transformers):
+    if plain and not chosen.without_transformers:
         result["transformers"] = theirs(weights)
         print(result["transformers"], flush=True)
         (chosen.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -277,7 +282,10 @@ def plot(result: dict[str, Any], file: Path) -> None:
     right.set_xticks(list(at), [name.split("\n")[0] for name in names], fontsize=6, rotation=30)
     right.set_ylabel("µs of each kernel in a step")
     right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(f"GLM-5.2 layer dimensions, 4 layers, 32 experts, {result['weights']}, {result['machine']['gpu']}")
+    stored = f"weights {result['weights']}, KV {result['kv']}"
+    figure.suptitle(f"GLM-5.2 layer dimensions, 4 layers, 32 experts, {stored}, {result['machine']['gpu']}")
+        f"GLM-5.2 layer dimensions, 4 layers, 32 experts, {result['weights']}, KV {result['kv']}, {result['machine']['gpu']}"
+    )
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 

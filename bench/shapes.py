@@ -13,6 +13,7 @@ from glm52_engine.checkpoint.fp8 import Fp8Weight
 from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.checkpoint.quantization import FP8_BLOCK
 from glm52_engine.checkpoint.tensors import expected_tensors, is_fp8
+from glm52_engine.kv import KvLayout
 from glm52_engine.model.device import DeviceWeights, device_weights
 from glm52_engine.model.matrix import Matrix
 
@@ -153,7 +154,7 @@ def _fill_mlp(theirs: Any, up: torch.Tensor, down: torch.Tensor) -> None:
     theirs.down_proj.weight.copy_(down)
 
 
-def step_bytes(weights: DeviceWeights, *, rows: int, context: int, experts: float) -> float:
+def step_bytes(weights: DeviceWeights, layout: KvLayout, *, rows: int, context: int, experts: float) -> float:
     """Bytes that a decode step must read: every weight once, of the experts those that have rows, and the KV it uses.
 
     Weights count as they are stored: in FP8 with their scales, and in bfloat16 where `device_weights` widened them.
@@ -165,7 +166,7 @@ def step_bytes(weights: DeviceWeights, *, rows: int, context: int, experts: floa
         total += layer.a.nbytes + layer.b.nbytes + layer.kv_b.nbytes + layer.o.nbytes
         share = 1.0 if layer.gate is None else (experts + 1) / len(layer.up.weight)
         total += share * (layer.up.nbytes + layer.down.nbytes)
-        total += rows * min(context, spec.index_topk) * spec.mla_row * 2
+        total += rows * min(context, spec.index_topk) * layout.mla_row_bytes
         if layer.key_norm is not None and context > spec.index_topk:
-            total += rows * context * spec.index_head_dim * 2
+            total += rows * context * layout.index_row_bytes
     return total

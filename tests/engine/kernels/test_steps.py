@@ -18,6 +18,7 @@ from glm52_engine.checkpoint.tensors import expected_tensors, is_scale
 from glm52_engine.config import KvCacheDtype
 from glm52_engine.kernels import linear, rows
 from glm52_engine.kernels.reference import index_scores, select_top_k
+from glm52_engine.kv import KvLayout
 from glm52_engine.model import Span, prefill
 from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights, LayerWeights, device_weights
 from glm52_engine.model.matrix import Matrix
@@ -141,7 +142,7 @@ def test_bytes_of_a_step_are_those_that_are_stored() -> None:
             wide = any(part in name for part in widened)
             want += 0 if wide and is_scale(name) else stored.nbytes * (2 if wide else 1)
     weights = shapes.random_weights(spec_of(config), "cpu", fp8=True)
-    assert shapes.step_bytes(weights, rows=0, context=0, experts=3) == want
+    assert shapes.step_bytes(weights, KvLayout.of(weights.spec, 64), rows=0, context=0, experts=3) == want
 
 
 def test_selection_in_tiles_of_different_size(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

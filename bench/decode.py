@@ -284,8 +284,6 @@ def plot(result: dict[str, Any], file: Path) -> None:
     right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
     stored = f"weights {result['weights']}, KV {result['kv']}"
     figure.suptitle(f"GLM-5.2 layer dimensions, 4 layers, 32 experts, {stored}, {result['machine']['gpu']}")
-        f"GLM-5.2 layer dimensions, 4 layers, 32 experts, {result['weights']}, KV {result['kv']}, {result['machine']['gpu']}"
-    )
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 

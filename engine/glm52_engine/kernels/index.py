@@ -86,7 +86,7 @@ def _scores(
 def scores(
     query: torch.Tensor, head_weights: torch.Tensor, keys: Rows, table: torch.Tensor, lengths: torch.Tensor,
     out: torch.Tensor, *, top_k: int, counts: torch.Tensor | None = None, together: int = 1, block_l: int = 128,
-    warps: int = 4, stages: int = 3,
+    warps: int | None = None, stages: int = 3,
 ) -> None:  # fmt: skip
     """out[t, p] = sum over heads of weight × relu(query · key of position p), for p < lengths[t].
 
@@ -106,7 +106,7 @@ def scores(
         query, head_weights, values, scales, table, lengths, out, counts,
         rows, table.stride(0), values.stride(0), values.stride(1), scales.stride(0), out.stride(0), top_k, tiles,
         HEADS=heads, DIM=dim, BLOCK=values.shape[1], BL=block_l, BR=together, FP8=isinstance(keys, Fp8Rows),
-        COUNT=counts is not None, BINS=BINS, STAGES=stages, num_warps=warps if together == 1 else 8, **CHAINED,
+        COUNT=counts is not None, BINS=BINS, STAGES=stages, num_warps=warps or (4 if together == 1 else 8), **CHAINED,
     )  # fmt: skip
 
 

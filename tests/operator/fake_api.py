@@ -67,25 +67,32 @@ class FakeApi:
         return [keep(copy.deepcopy(obj)) for obj in found], str(next(self._versions))
 
     async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
-        self._call("create", kind, body["metadata"]["name"])
+        name = body["metadata"]["name"]
+        self._call("create", kind, name)
+        if (kind, namespace, name) in self.objects:
+            raise ApiError(code=409, text="already exists", verb="create", kind=kind, name=name)
         return self.put(kind, copy.deepcopy(body))
 
-    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None) -> Object:
+    async def apply(
+        self, kind: Kind, body: Object, *, subresource: str | None = None, dry_run: bool = False, new: bool = False
+    ) -> Object:
         meta = body["metadata"]
         self._call("patch", kind, meta["name"] + (f"/{subresource}" if subresource else ""))
         key = (kind, meta["namespace"], meta["name"])
         old = self.objects.get(key)
+        if new and old is not None:
+            raise ApiError(code=409, text="the object has been modified", verb="patch", kind=kind, name=meta["name"])
         if subresource:
             assert old is not None
             assert old["metadata"]["uid"] == meta["uid"]
             return self.put(kind, {**copy.deepcopy(old), "status": copy.deepcopy(body["status"])})
-        new = copy.deepcopy(body)
-        new["metadata"]["generation"] = 1
+        made = copy.deepcopy(body)
+        made["metadata"]["generation"] = 1
         if old is not None:
-            changed = old.get("spec") != new.get("spec")
-            new["metadata"] |= {"uid": old["metadata"]["uid"], "generation": old["metadata"]["generation"] + changed}
-            new |= {"status": old["status"]} if "status" in old else {}
-        return self.put(kind, new)
+            changed = old.get("spec") != made.get("spec")
+            made["metadata"] |= {"uid": old["metadata"]["uid"], "generation": old["metadata"]["generation"] + changed}
+            made |= {"status": old["status"]} if "status" in old else {}
+        return self.put(kind, made)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
         self._remove("delete", kind, namespace, name, uid, version)

@@ -105,10 +105,22 @@ async def test_a_deleted_secret_is_noticed(world: World) -> None:
     assert ("create", "Secret", "chat-internal") in world.api.writes
 
 
+async def test_what_takes_minutes_begins_before_the_rest_and_with_nothing_looked_up(world: World) -> None:
+    """Of many new deployments every StatefulSet comes before any Service: the key goes to the end of the queue."""
+    await world.list_all()
+    assert (await world.reconciler.reconcile(KEY, 0)).again
+    assert world.api.calls == [
+        ("create", "Secret", "chat-internal"),
+        ("patch", "StatefulSet", "chat-prefill"),
+        ("patch", "StatefulSet", "chat-decode"),
+    ]
+
+
 async def test_somebody_elses_object_is_left_alone_and_named(world: World) -> None:
     foreign = {"metadata": {"namespace": "ns", "name": "chat-router", "labels": {}}, "spec": {"theirs": True}}
     world.api.put(BY_KIND["Deployment"], foreign)
     world.store.replace(DEPLOYMENT_RESOURCE, None, [world.api.find(names.KIND, "chat")], "1000")
+    assert (await world.reconciler.reconcile(KEY, 0)).again
     result = await world.reconciler.reconcile(KEY, 0)
     assert result.failed
     assert world.api.find("Deployment", "chat-router")["spec"] == {"theirs": True}

@@ -44,7 +44,8 @@ class World:
 
     async def run(self, attempt: int = 0) -> Result:
         await self.list_all()
-        return await self.reconciler.reconcile(KEY, attempt)
+        result = await self.reconciler.reconcile(KEY, attempt)
+        return await self.reconciler.reconcile(KEY, attempt) if result.again else result
 
     def edit(self, **spec: Any) -> None:
         obj = self.api.find(names.KIND, "chat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from dataclasses import dataclass, field
@@ -52,22 +53,42 @@ class Applier:
     _secret_seen: dict[str, float] = field(default_factory=dict)
     """uid of a deployment → when its Secret was last seen; a watch of Secrets would need the right to read them all."""
 
+    async def begin(self, target: Target) -> Applied:
+        """Apply what engine pods are made of, and nothing else: they take minutes where the rest takes seconds."""
+        desired = [stamp(child) for child in build(target) if child["kind"] == "StatefulSet"]
+        return await self._apply_all(target, desired, complete=False)
+
     async def apply(self, target: Target, *, complete: bool) -> Applied:
         """Apply what differs. Workloads wait until everything that their pods mount is there.
 
         `complete`: all children were there for this specification, so a missing one was taken away.
         """
-        applied = Applied(await self._ensure_secret(target))
         desired = [stamp(child) for child in build(target)]
-        for child in desired:
-            if child["kind"] in _WORKLOADS and any(_blocks(failure, target) for failure in applied.failures):
-                continue
-            await self._apply_child(target, child, applied, complete)
+        applied = await self._apply_all(target, desired, complete=complete)
         applied.failures += await self._prune(target, desired)
         return applied
 
+    def is_new(self, target: Target) -> bool:
+        """Nothing of it is there yet."""
+        key = target.namespace, target.name
+        return not any(any(True for _ in self.store.owned(kind, key)) for kind in CHILDREN)
+
     def forget(self, uid: str) -> None:
         self._secret_seen.pop(uid, None)
+
+    async def _apply_all(self, target: Target, desired: list[Object], *, complete: bool) -> Applied:
+        applied = Applied(await self._ensure_secret(target))
+        blocked = any(_blocks(failure, target) for failure in applied.failures)
+        # A Deployment's pods are refused, and retried slowly, while their service account is not there.
+        last = [child for child in desired if child["kind"] == "Deployment"]
+        for group in ([child for child in desired if child not in last], last):
+            wanted = [child for child in group if not (blocked and child["kind"] in _WORKLOADS)]
+            # Each for itself, side by side: a chain of a dozen answers would be what a change takes.
+            work = [self._apply_child(target, child, complete=complete) for child in wanted]
+            for done in await asyncio.gather(*work):
+                applied.failures += done.failures
+                applied.repaired += done.repaired
+        return applied
 
     async def _ensure_secret(self, target: Target) -> list[Failure]:
         name = names.internal_secret(target.name)
@@ -75,40 +96,76 @@ class Applier:
         if seen is not None and self.clock.now() - seen < SECRET_RECHECK_SECONDS:
             return []
         try:
-            found = await self.api.get_metadata(SECRET, target.namespace, name)
+            found = await self._make_secret(target, name) if self.is_new(target) else None
             if found is None:
-                body = build_internal_secret(target, secrets.token_urlsafe(TOKEN_BYTES))
-                found = await self.api.create(SECRET, target.namespace, body)
-                log.info("%s/%s: created Secret %s", target.namespace, target.name, name)
+                found = await self.api.get_metadata(SECRET, target.namespace, name)
+            if found is None:
+                found = await self._make_secret(target, name)
         except ApiError as error:
             return [failure_of(error)]
-        refused = _refusal(found, target, "Secret", name)
+        refused = _refusal(found, target, "Secret", name) if found is not None else leaving("Secret", name)
         if refused is None:
             self._secret_seen[target.uid] = self.clock.now()
         return [refused] if refused else []
 
-    async def _apply_child(self, target: Target, child: Object, applied: Applied, complete: bool) -> None:
+    async def _make_secret(self, target: Target, name: str) -> Object | None:
+        """None where there is one of that name."""
+        body = build_internal_secret(target, secrets.token_urlsafe(TOKEN_BYTES))
+        try:
+            made = await self.api.create(SECRET, target.namespace, body)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+            return None
+        log.info("%s/%s: created Secret %s", target.namespace, target.name, name)
+        return made
+
+    async def _apply_child(self, target: Target, child: Object, *, complete: bool) -> Applied:
         kind, name = BY_KIND[child["kind"]], child["metadata"]["name"]
+        applied = Applied([])
         try:
             observed = self.store.get(kind, target.namespace, name)
             if observed is None:
-                # Not among our labelled objects; it may still exist as somebody else's, which an apply would take over.
-                observed = await self.api.get(kind, target.namespace, name)
-            if observed is not None:
-                refused = _refusal(observed, target, kind.kind, name)
-                if refused is not None:
-                    applied.failures.append(refused)
-                    return
-            changed = "new" if observed is None else difference(child, observed)
+                observed = await self._create_child(target, kind, child)
+                if observed is None:
+                    fixed = repair(child, None, "new", complete=complete)
+                    applied.repaired += [fixed] if fixed else []
+                    return applied
+            refused = _refusal(observed, target, kind.kind, name)
+            if refused is not None:
+                applied.failures.append(refused)
+                return applied
+            changed = difference(child, observed)
             if changed is not None:
                 self.store.observe(kind, await self.api.apply(kind, child))
                 log.info("%s/%s: applied %s %s (%s)", target.namespace, target.name, kind.kind, name, changed)
                 fixed = repair(child, observed, changed, complete=complete)
                 applied.repaired += [fixed] if fixed else []
-            elif observed is not None:
+            else:
                 self.store.observe(kind, observed)
         except ApiError as error:
             applied.failures.append(failure_of(error))
+        return applied
+
+    async def _create_child(self, target: Target, kind: Kind, child: Object) -> Object | None:
+        """None where it is made; else the object that bears its name.
+
+        It is not among our labelled objects and may still exist as somebody else's, which an apply would take over.
+        """
+        name = child["metadata"]["name"]
+        try:
+            made = await self.api.apply(kind, child, new=True)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+            found = await self.api.get(kind, target.namespace, name)
+            if found is None:
+                # Gone between the two; the next pass makes it.
+                raise
+            return found
+        self.store.observe(kind, made)
+        log.info("%s/%s: applied %s %s (new)", target.namespace, target.name, kind.kind, name)
+        return None
 
     async def _prune(self, target: Target, desired: list[Object]) -> list[Failure]:
         """Children of this deployment that are no longer wanted."""

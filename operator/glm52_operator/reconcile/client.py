@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from glm52_operator.reconcile.kinds import LEASE, Kind
 _APPLY = "application/apply-patch+yaml"
 _READS = frozenset({"get", "list"})
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
+_NO_OBJECTS_VERSION = "1"
+"""The version of an empty store: no object ever has it."""
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 MANAGED_SELECTOR = f"{names.MANAGED_BY}={names.MANAGER}"
 
@@ -62,6 +65,8 @@ class Api:
     async def connect(cls, identity: str = "") -> Api:
         """Inside a pod by its service account, elsewhere by KUBECONFIG."""
         configuration = k8s.Configuration()
+        # Else aiohttp asks a thread for the proxies of the environment before every request.
+        configuration.client_session_kwargs = {"trust_env": bool(urllib.request.getproxies_environment())}
         try:
             k8s_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except k8s_config.ConfigException:
@@ -111,11 +116,19 @@ class Api:
         name = str(body["metadata"]["name"])
         return await self._send("POST", "create", kind, namespace, None, query=query, body=body, shown=name)
 
-    async def apply(self, kind: Kind, body: Object, *, subresource: str | None = None, dry_run: bool = False) -> Object:
-        """Server-side apply: the whole intent every time; conflicts are forced, since these objects are ours."""
+    async def apply(
+        self, kind: Kind, body: Object, *, subresource: str | None = None, dry_run: bool = False, new: bool = False
+    ) -> Object:
+        """Server-side apply: the whole intent every time; conflicts are forced, since these objects are ours.
+
+        `new`: only if there is no object of that name yet; else it is refused with a 409. A create would do so, too,
+        but not record the fields as applied, and what we want no longer would then stay for ever.
+        """
         query = [("fieldManager", names.MANAGER), ("force", "true"), ("fieldValidation", "Strict")]
         query += [("dryRun", "All")] if dry_run else []
         meta = body["metadata"]
+        if new:
+            body = {**body, "metadata": {**meta, "resourceVersion": _NO_OBJECTS_VERSION}}
         return await self._send(
             "PATCH",
             "patch",

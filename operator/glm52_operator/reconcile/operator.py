@@ -181,6 +181,8 @@ class Operator:
             delay = self.queue.failed(key)
             log.debug("%s/%s: next attempt in %.0f s", *key, delay)
             return FAILED
+        if result.again:
+            self.queue.add(key)
         self.queue.done(key, requeue_after=result.requeue_after)
         return SETTLED if result.requeue_after is None else WAITING
 

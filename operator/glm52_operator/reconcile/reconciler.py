@@ -38,6 +38,8 @@ QUIET_ATTEMPTS = 3
 @dataclass(frozen=True, slots=True)
 class Result:
     failed: bool = False
+    again: bool = False
+    """There is more to do, after what others wait for."""
     requeue_after: float | None = None
 
 
@@ -71,6 +73,10 @@ class Reconciler:
         resolved = resolve(resource, self.default_image)
         applied = Applied([])
         if isinstance(resolved, Target):
+            if attempt == 0 and self.applier.is_new(resolved):
+                begun = await self.applier.begin(resolved)
+                if not begun.failures:
+                    return Result(again=True)
             applied = await self.applier.apply(resolved, complete=_is_complete(resource))
             await self.recorder.record(resource, map(repaired, applied.repaired))
         failures = applied.failures
@@ -115,7 +121,7 @@ class Reconciler:
             room = await self._schedulable(resolved, pods)
             for component in names.ROLES:
                 workload = workloads[component]
-                if workload is not None and len(pods[component]) < resolved.pods(component):
+                if workload is not None and _lacks_pods(workload):
                     events[component] = await self._create_failures(key, workload)
         return Observed(workloads=workloads, pods=pods, failures=failures, events=events, schedulable=room, held=held)
 
@@ -172,6 +178,13 @@ class Reconciler:
             self._told[key] = text
         else:
             self._told.pop(key, None)
+
+
+def _lacks_pods(workload: Object) -> bool:
+    """Whether its controller has seen what is wanted and made fewer pods: it was refused some."""
+    status = workload.get("status", {})
+    current = status.get("observedGeneration") == workload["metadata"].get("generation")
+    return bool(current and status.get("replicas", 0) < workload["spec"]["replicas"])
 
 
 def _is_complete(resource: Object) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from glm52_engine.config import Role
-from glm52_operator.plan.rollout import Plan, State
+from glm52_operator import names
+from glm52_operator.plan.rollout import Plan, State, leaders, preview
 from glm52_operator.plan.rollout.replicas import ordinal_of
+from tests.operator.builders import target
 from tests.operator.simulated import Revision, SimCluster
 
 SAME = Revision("r1", "a")
@@ -140,7 +144,8 @@ def test_a_new_kv_that_one_role_cannot_start_stops_the_other_early() -> None:
         cluster.step()
         cluster.turn()
     assert cluster.serving("prefill") == ["a"]
-    assert cluster.serving("decode").count("a") >= 6
+    # One of two prefill replicas is lost to the new KV, and no more than that half of decode.
+    assert cluster.serving("decode").count("a") == 4
     waits = cluster.plan().progress["decode"].waits
     assert "chat-prefill-0 has not been ready since 2026-01-01T00:00:00Z" in waits
     assert "cannot exchange KV" in waits
@@ -210,3 +215,22 @@ def test_nothing_is_decided_before_the_controller_has_seen_the_last_apply() -> N
 )
 def test_only_pods_of_the_set_have_a_number(pod: str, ordinal: int | None) -> None:
     assert ordinal_of(pod, "chat-decode") == ordinal
+
+
+def test_a_preview_plays_the_planner_through() -> None:
+    chosen = target(prefill={"replicas": 4}, decode={"replicas": 8}, rollout={"maxUnavailable": 2})
+    steps = [[(r.role, r.replica) for r in step] for step in preview(chosen, new_kv=True)]
+    assert set(steps[0]) == {("prefill", 0), ("decode", 0), ("decode", 1)}
+    assert len(steps) == 4
+    assert sorted(one for step in steps for one in step) == sorted(
+        [*(("prefill", n) for n in range(4)), *(("decode", n) for n in range(8))]
+    )
+    # With KV that both revisions read, decode has not to wait for prefill.
+    assert len(list(preview(chosen, new_kv=False))) == 4
+    assert list(preview(target(prefill={"replicas": 0}, decode={"replicas": 0}), new_kv=True)) == []
+
+
+def test_leaders_are_one_pod_of_each_replica() -> None:
+    several = dataclasses.replace(target(decode={"replicas": 3}), hosts_per_replica={"decode": 8})
+    assert leaders(several, "decode").endswith(",apps.kubernetes.io/pod-index in (0,8,16)")
+    assert leaders(several, "prefill") == names.selector_text("chat", "prefill")

@@ -18,17 +18,26 @@ from glm52_operator.ctl.text import table
 from glm52_operator.desired.children import build
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.quantity import parse_quantity
+from glm52_operator.plan.rollout import preview
 from glm52_operator.status.compute import url
 
 _COMPONENTS: tuple[names.Component, ...] = (*names.ROLES, names.ROUTER)
 _WORKLOADS = {"StatefulSet", "Deployment"}
+_STEPS = 12
+"""Steps of a rollout that are listed."""
 
 
 def describe(target: Target, where: str) -> str:
     """The whole plan of one deployment."""
     children = build(target)
     return "\n".join(
-        [*_head(target, where), *_children(target, children), *_memory(target, children), *_times(target, children)]
+        [
+            *_head(target, where),
+            *_children(target, children),
+            *_memory(target, children),
+            *_times(target, children),
+            *_rollout(target),
+        ]
     )
 
 
@@ -103,6 +112,20 @@ def _times(target: Target, children: Sequence[Object]) -> list[str]:
         probes = (f"{p['failureThreshold']} × {p['periodSeconds']}" for p in _probes(container))
         rows.append([component, *probes, f"{budget}{why}", grace])
     return ["Times in seconds: a probe's failures × period, most time to start, most time to leave", *table(rows)]
+
+
+def _rollout(target: Target) -> list[str]:
+    steps = list(preview(target, new_kv=True))
+    rows = [["step", *names.ROLES]]
+    for number, step in enumerate(steps[:_STEPS], start=1):
+        gone = {role: [str(taken.replica) for taken in step if taken.role == role] for role in names.ROLES}
+        rows.append([str(number), *(", ".join(gone[role]) or "-" for role in names.ROLES)])
+    head = (
+        "A new image or model: replicas that are replaced in each step, drained, while the others serve "
+        f"(maxUnavailable {target.spec.rollout.max_unavailable})"
+    )
+    left = len(steps) - _STEPS
+    return ["", head, *table(rows), *([f"  and {left} more steps"] if left > 0 else [])] if steps else []
 
 
 def _probes(container: Object) -> tuple[Object, Object]:

@@ -1,6 +1,7 @@
 """Rollouts: which replicas are replaced next, decided from what the cluster shows and from nothing else."""
 
 from glm52_operator.plan.rollout.planner import Plan, Policy, Progress, Replacement, plan, plan_for
+from glm52_operator.plan.rollout.preview import preview
 from glm52_operator.plan.rollout.replicas import REVISION, Host, Replica, RoleView, State, leaders, view
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "leaders",
     "plan",
     "plan_for",
+    "preview",
     "view",
 ]

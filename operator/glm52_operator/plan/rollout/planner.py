@@ -177,8 +177,9 @@ def _keeps_step(own: _Board, other: _Board, slot: _Slot) -> bool:
         return True
     here, there = len(own.slots), len(other.slots)
     follows = other.serving()[own.view.kv] * here // there
-    # One replica there is worth several here: half of those may go ahead of it.
-    return own.converted < follows + max(1, here // (2 * there))
+    # As many as one replica there is worth may go ahead of it, but never more than half of the role.
+    ahead = min(-(-here // there), max(1, here // 2))
+    return own.converted < follows + ahead
 
 
 def _keeps_pair(own: _Board, other: _Board, slot: _Slot) -> bool:

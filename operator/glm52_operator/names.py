@@ -30,6 +30,8 @@ CONFIG = f"{GROUP}/config"
 """Annotation of a pod: the engine's configuration, which the pod mounts as a file."""
 RESTART = f"{GROUP}/restart"
 """Annotation of a pod: spec.restart when its template was made."""
+HOLD = f"{GROUP}/hold"
+"""Annotation of a pod, made by the operator after crashes: how long its engine waits when it starts again."""
 KV = f"{GROUP}/kv"
 """Label of an engine pod: pods of both roles that carry the same value can exchange KV."""
 

@@ -94,6 +94,15 @@ class FakeApi:
             made |= {"status": old["status"]} if "status" in old else {}
         return self.put(kind, made)
 
+    async def annotate(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, annotations: dict[str, str]
+    ) -> Object:
+        self._call("patch", kind, name)
+        obj = self.objects[kind, namespace, name]
+        assert obj["metadata"]["uid"] == uid
+        obj["metadata"]["annotations"] = {**obj["metadata"].get("annotations", {}), **annotations}
+        return self.put(kind, obj)
+
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
         self._remove("delete", kind, namespace, name, uid, version)
 

@@ -52,7 +52,21 @@ def test_the_table_lists_what_is_there(metrics: Metrics, store: Store) -> None:
     metrics.answered("patch", POD, 200)
     metrics.answered("list", POD, 403)
     metrics.watch_restarts.labels("Pod").inc()
+    metrics.written({}, {"crashes": [{"id": "a", "reason": "Crashed"}]})
     assert served(families(metrics)) == documented()["operator"]
+
+
+def test_crashes_and_drains_are_counted_by_what_a_status_has_anew(metrics: Metrics, store: Store) -> None:
+    drain = {"uid": "u", "phase": "Draining"}
+    ended = {"uid": "u", "phase": "Ended", "outcome": "Killed"}
+    first = {"crashes": [{"id": "a", "reason": "OOMKilled"}], "drains": [drain]}
+    second = {"crashes": [{"id": "b", "reason": "OOMKilled"}, *first["crashes"]], "drains": [ended]}
+    for before, after in (({}, first), (first, first), (first, second), (second, second)):
+        metrics.written(before, after)
+    assert values(metrics, "glm52_operator_crashes_total") == {("OOMKilled",): 2}
+    assert values(metrics, "glm52_operator_drains_total")[("Killed",)] == 1
+    store.observe(DEPLOYMENT_RESOURCE, {**deployed(), "status": first})
+    assert values(metrics, "glm52_deployment_leaving_pods") == {("chat", "ns"): 1}
 
 
 async def test_the_queue(metrics: Metrics, queue: WorkQueue[Key], clock: FakeClock) -> None:

@@ -83,7 +83,7 @@ def test_what_others_add_is_theirs() -> None:
     [
         pytest.param(lambda o: o["spec"].update(replicas=9), ".spec.replicas", id="scaled by hand"),
         pytest.param(lambda o: container(o).update(image="evil"), "containers[engine].image", id="other image"),
-        pytest.param(lambda o: container(o)["env"].pop(), "env[NODE_NAME]", id="variable removed"),
+        pytest.param(lambda o: container(o)["env"].pop(), "env[GLM52_HOLD]", id="variable removed"),
         pytest.param(lambda o: container(o)["args"].append("--x"), "args", id="argument added"),
         pytest.param(lambda o: o["metadata"]["labels"].pop(names.NAME), names.NAME, id="label removed"),
         pytest.param(lambda o: o["metadata"].pop("ownerReferences"), "ownerReferences", id="owner removed"),

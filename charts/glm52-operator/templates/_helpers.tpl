@@ -58,10 +58,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create]
-# Why pods do not start, and the rollout: pods that serve are evicted, so that disruption budgets have a say.
+# Why pods do not start, how they end, and the rollout: pods that serve are evicted, so that disruption budgets have a
+# say. A patch tells a pod that crashes to wait before it starts again.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, delete]
+  verbs: [list, watch, patch, delete]
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
 from glm52_engine.config import MODEL_MOUNT, Accelerator, KvCacheDtype, Preset
@@ -215,6 +215,40 @@ class Drain(_Model):
     )
 
 
+class CrashPolicy(_Model):
+    """What is done about replicas that crash."""
+
+    model_config = _config(
+        **rules(
+            Rule(
+                "self.backoffBaseSeconds <= self.backoffMaxSeconds",
+                "crashPolicy.backoffBaseSeconds must be at most crashPolicy.backoffMaxSeconds: the wait before a start "
+                "grows from the one to the other",
+                ".backoffBaseSeconds",
+            )
+        )
+    )
+
+    backoff_base_seconds: int = Field(
+        default=30,
+        ge=0,
+        le=3600,
+        description="Seconds that a replica waits before the start after its second crash within resetSeconds; twice "
+        "as long after each further one. After the first it starts at once.",
+    )
+    backoff_max_seconds: int = Field(
+        default=600, ge=0, le=86_400, description="Most seconds that a replica waits before a start."
+    )
+    max_restarts: int = Field(
+        default=8,
+        ge=1,
+        le=32,
+        description="Crashes within resetSeconds after which a replica is not started any more, until the "
+        "specification is changed; Degraded says so.",
+    )
+    reset_seconds: int = Field(default=3600, ge=1, le=604_800, description="Seconds after which a crash is forgotten.")
+
+
 class Rollout(_Model):
     """How pods of an older revision are replaced."""
 
@@ -255,6 +289,9 @@ class Spec(_Model):
     )
     router: Router = Field(default_factory=Router, description="What takes requests and pairs prefill with decode.")
     drain: Drain = Field(default_factory=Drain, description="How pods are drained before they end.")
+    crash_policy: CrashPolicy = Field(
+        default_factory=CrashPolicy, description="What is done about replicas that crash."
+    )
     rollout: Rollout = Field(default_factory=Rollout, description="How a change reaches the pods.")
     restart: str = Field(
         default="",
@@ -310,6 +347,76 @@ class RoleStatus(_Model):
     memory: MemoryStatus | None = Field(default=None, description="Host memory of one pod.")
 
 
+_TIME: dict[str, JsonValue] = {"format": "date-time"}
+_INT32: dict[str, JsonValue] = {"format": "int32"}
+
+MOST_COUNTED = 2048
+"""Ends of one replica's hosts that are kept: 32 crashes of 64 hosts."""
+
+CrashId = Annotated[str, Field(max_length=64, description="Id of a crash.")]
+
+
+class CrashStatus(_Model):
+    """Evidence of one end that nobody had asked for."""
+
+    id: str = Field(max_length=64, description="The same whenever this end is looked at.")
+    pod: str = Field(description="Name of the pod.")
+    node: str | None = Field(default=None, description="Where it ran.")
+    rank: int | None = Field(default=None, json_schema_extra=_INT32, description="The rank that failed, if one did.")
+    exit_code: int | None = Field(default=None, json_schema_extra=_INT32, description="Absent where nobody saw it.")
+    reason: str = Field(
+        description="Crashed, Wedged, OOMKilled, Killed (by a signal), EndedUnasked, NodeLost, or the kubelet's word."
+    )
+    marker: str | None = Field(default=None, description="CRASH_<host>, where the engine could still write it.")
+    time: str = Field(json_schema_extra=_TIME, description="When it ended.")
+    revision: str | None = Field(default=None, description="Revision of the pod.")
+    message: str = Field(max_length=4096, description="Why, and the last log lines.")
+
+
+class CountedCrash(_Model):
+    """One crash that counts."""
+
+    id: str = Field(max_length=64, description="Id of the entry in crashes.")
+    pod: str = Field(description="Name of the pod.")
+    time: str = Field(json_schema_extra=_TIME, description="When.")
+
+
+class RestartStatus(_Model):
+    """A replica that crashed within crashPolicy.resetSeconds: what its back-off is computed from."""
+
+    replica: str = Field(description="Name of its leader's pod; of the routers, of their Deployment.")
+    count: int = Field(json_schema_extra=_INT32, description="Crashes that count.")
+    held_until: str | None = Field(default=None, json_schema_extra=_TIME, description="When it may start again.")
+    latched: bool = Field(description="Whether it is not started any more.")
+    basis: str = Field(description="Hash of the specification that they count against.")
+    crashes: list[CountedCrash] = Field(max_length=MOST_COUNTED, description="The crashes, oldest first.")
+    forgiven: list[CrashId] | None = Field(
+        default=None, max_length=MOST_COUNTED, description="Ids that an edit has taken off the account."
+    )
+
+
+class DrainStatus(_Model):
+    """A pod that leaves, or one that has left."""
+
+    pod: str = Field(description="Name of the pod.")
+    uid: str = Field(description="Its uid: names come again.")
+    node: str | None = Field(default=None, description="Where it runs.")
+    phase: Literal["Draining", "Terminating", "StuckTerminating", "Ended"] = Field(
+        description="Draining: requests finish. Terminating: it only has to end. StuckTerminating: it outlives its "
+        "grace period. Ended: it is gone."
+    )
+    in_flight: int | None = Field(
+        default=None, json_schema_extra=_INT32, description="Requests and held prompts that it still serves."
+    )
+    started_at: str = Field(json_schema_extra=_TIME, description="When it was told to go.")
+    deadline: str = Field(json_schema_extra=_TIME, description="When its grace period is over.")
+    outcome: Literal["Drained", "DrainTimedOut", "Killed", "Crashed", "Unknown"] | None = Field(
+        default=None, description="How it ended; Unknown: it was gone before anybody saw."
+    )
+    ended_at: str | None = Field(default=None, json_schema_extra=_TIME, description="When it was gone.")
+    cut_off: int | None = Field(default=None, json_schema_extra=_INT32, description="Requests that did not finish.")
+
+
 class Status(_Model):
     """Observed state of a deployment, written by the operator only."""
 
@@ -326,12 +433,21 @@ class Status(_Model):
         max_length=16,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         description=(
-            "ConfigValid, PrefillReady, DecodeReady, RouterReady, Schedulable, Progressing, and Ready, which sums up "
-            "whether it serves."
+            "ConfigValid, PrefillReady, DecodeReady, RouterReady, Schedulable, Progressing, Draining, and Ready, which "
+            "sums up whether it serves; the alarms Degraded and Stalled only while they are True."
         ),
     )
     prefill: RoleStatus | None = Field(default=None, description="Observed state of the prefill role.")
     decode: RoleStatus | None = Field(default=None, description="Observed state of the decode role.")
+    drains: list[DrainStatus] | None = Field(
+        default=None, max_length=110, description="Pods that leave, and then the last ones that have left."
+    )
+    crashes: list[CrashStatus] | None = Field(
+        default=None, max_length=10, description="The last crashes, newest first; they outlive their pods."
+    )
+    restarts: list[RestartStatus] | None = Field(
+        default=None, max_length=2100, description="Replicas that crashed lately."
+    )
 
 
 class GLM52Deployment(BaseModel):

@@ -87,6 +87,9 @@ TWINS: dict[str, Callable[[Any], bool]] = {
     "!has(self.nodePort) || self.type != 'ClusterIP'": lambda service: (
         "nodePort" not in service or service["type"] != "ClusterIP"
     ),
+    "self.backoffBaseSeconds <= self.backoffMaxSeconds": lambda policy: (
+        policy["backoffBaseSeconds"] <= policy["backoffMaxSeconds"]
+    ),
     f"self.metadata.name.size() <= {names.MAX_NAME}": lambda top: len(top["metadata"]["name"]) <= names.MAX_NAME,
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')": lambda top: (
         re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", top["metadata"]["name"]) is not None

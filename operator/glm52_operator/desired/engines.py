@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glm52_engine.config import CONFIG_PATH, LIVEZ, MODEL_MOUNT, READYZ, STARTUPZ, Role
+from glm52_engine.config import CONFIG_PATH, HOLD_ENV, LIVEZ, MODEL_MOUNT, READYZ, STARTUPZ, Role
 from glm52_engine.sizing import SHARED_MEMORY, grace_period_seconds, startup_budget_seconds
 from glm52_operator import names
 from glm52_operator.desired import pods
@@ -58,6 +58,7 @@ def _engine(target: Target, role: Role) -> Object:
         target.image,
         ["serve", "--role", role, "--config", CONFIG_PATH],
         target.memory(role).per_host,
+        env=[*pods.environment(), pods.field_variable(HOLD_ENV, f"metadata.annotations['{names.HOLD}']")],
         gpus=0 if target.spec.accelerator == "cpu" else config.ranks_per_host,
         ports=pods.http_port(),
         volumeMounts=[

@@ -51,10 +51,12 @@ def environment() -> list[Object]:
         "POD_IP": "status.podIP",
         "NODE_NAME": "spec.nodeName",
     }
-    return [
-        {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
-        for name, path in fields.items()
-    ]
+    return [field_variable(name, path) for name, path in fields.items()]
+
+
+def field_variable(name: str, path: str) -> Object:
+    """An environment variable that the kubelet fills from the pod itself, anew at each start of the container."""
+    return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
 
 
 def shared_volumes(target: Target) -> list[Object]:

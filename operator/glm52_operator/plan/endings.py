@@ -19,6 +19,9 @@ CRASHES = frozenset({Outcome.CRASHED, Outcome.WEDGED})
 MESSAGE_LIMIT = 1500
 """Characters of evidence that one crash leaves in the status; ten of them are stored with every version of it."""
 
+DEFAULT_GRACE_SECONDS = 30
+"""The API server's."""
+
 _SHUTDOWN = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
 """What kubelets call pods that they ended because their node was shut down in order."""
 
@@ -63,7 +66,11 @@ def told_to_go_at(pod: Pod) -> datetime.datetime | None:
     until = deadline(pod)
     if until is None:
         return None
-    return until - datetime.timedelta(seconds=int(pod["metadata"].get("deletionGracePeriodSeconds") or 0))
+    grace = pod["metadata"].get("deletionGracePeriodSeconds")
+    if grace is None:
+        # We told it ourselves a moment ago, and the API server's version of it has not come yet.
+        grace = pod.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+    return until - datetime.timedelta(seconds=int(grace))
 
 
 def deadline(pod: Pod) -> datetime.datetime | None:

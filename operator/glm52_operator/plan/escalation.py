@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from glm52_operator import names
+from glm52_operator.api.models import MOST_COUNTED
 
 SAME_INCIDENT = datetime.timedelta(seconds=60)
 """Hosts of one replica fall together: what they tell within this time is one crash of the replica."""
@@ -131,7 +132,7 @@ def _next(old: Series, seen: Sequence[Crash], policy: CrashPolicy, basis: str, n
     kept = sorted(
         (crash for crash in known.values() if crash.time > edge or crash.id in shown),
         key=lambda crash: (crash.time, crash.id),
-    )
+    )[-MOST_COUNTED:]
     forgiven = old.forgiven | {crash.id for crash in kept if crash.time <= edge}
     latched = old.latched
     if old.basis != basis:

@@ -23,6 +23,7 @@ from glm52_operator.desired.target import Object
 from glm52_operator.reconcile.kinds import LEASE, Kind
 
 _APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
 _READS = frozenset({"get", "list"})
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _NO_OBJECTS_VERSION = "1"
@@ -155,6 +156,14 @@ class Api:
             "deleteOptions": {"preconditions": _preconditions(uid, version)},
         }
         await self._send("POST", "create", kind, namespace, name, body=body, subresource="eviction")
+
+    async def annotate(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, annotations: dict[str, str]
+    ) -> Object:
+        """Set these annotations and nothing else: of an object that is somebody else's an apply would say too much."""
+        body = {"metadata": {"uid": uid, "annotations": annotations}}
+        query = [("fieldManager", names.MANAGER)]
+        return await self._send("PATCH", "patch", kind, namespace, name, query=query, body=body, content_type=_MERGE)
 
     async def replace(self, kind: Kind, body: Object) -> Object:
         """Refused with a 409 unless the object still has the resource version of `body`."""

@@ -8,9 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from glm52_operator.desired.target import Object
+from glm52_operator.plan.drains import DrainOutcome
 from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, Kind
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key, Store
+from glm52_operator.status.news import new_crashes, new_ends
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -42,11 +45,17 @@ class _State(Collector):
             "1: True, 0: False, -1: Unknown",
             labels=["namespace", "name", "condition"],
         )
+        leaving = GaugeMetricFamily(
+            "glm52_deployment_leaving_pods", "Pods that drain or end", labels=["namespace", "name"]
+        )
         for key in self._store.deployments():
             resource = self._store.get(DEPLOYMENT_RESOURCE, *key) or {}
             for condition in resource.get("status", {}).get("conditions", []):
                 conditions.add_metric([*key, condition["type"]], _STATES.get(condition["status"], -1.0))
+            drains = resource.get("status", {}).get("drains", [])
+            leaving.add_metric(list(key), sum(drain.get("phase") != "Ended" for drain in drains))
         yield conditions
+        yield leaving
 
 
 class Metrics:
@@ -83,6 +92,25 @@ class Metrics:
             "1: this process holds the lease and acts; 0: it stands by",
             registry=self._registry,
         )
+
+        self._crashes = Counter(
+            "glm52_operator_crashes",
+            "Ends of containers that nobody had asked for",
+            ["reason"],
+            registry=self._registry,
+        )
+        self._drains = Counter(
+            "glm52_operator_drains", "Pods that were told to go and are gone", ["outcome"], registry=self._registry
+        )
+        for outcome in DrainOutcome:
+            self._drains.labels(outcome.value)
+
+    def written(self, before: Object, after: Object) -> None:
+        """A status was written in place of another one."""
+        for crash in new_crashes(before, after):
+            self._crashes.labels(crash["reason"]).inc()
+        for drain in new_ends(before, after):
+            self._drains.labels(drain.get("outcome", DrainOutcome.UNKNOWN.value)).inc()
 
     def answered(self, verb: str, kind: Kind, code: int) -> None:
         """One request is over; code 0: it did not reach the API server."""

@@ -9,6 +9,7 @@ import logging
 import signal
 from collections.abc import Awaitable
 
+import aiohttp
 import kopf
 from aiohttp import web
 
@@ -21,6 +22,7 @@ from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.health import Health, application
 from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED, Kind
 from glm52_operator.reconcile.lease import Alone, Leadership, Lease
+from glm52_operator.reconcile.listen import Listener, over_http
 from glm52_operator.reconcile.metrics import BROKEN, FAILED, SETTLED, WAITING, Metrics
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.reconciler import Reconciler
@@ -49,6 +51,8 @@ class Operator:
         self.health = Health(clock, self.queue, silence_limit=3 * settings.resync_seconds + 60)
         self.metrics = Metrics(self.queue, self.store)
         api.on_answer = self.metrics.answered
+        self._http = aiohttp.ClientSession()
+        self.listener = Listener(clock, over_http(self._http), self.queue.add)
         self.reconciler = Reconciler(
             api=api,
             store=self.store,
@@ -56,6 +60,8 @@ class Operator:
             recorder=Recorder(api, _utcnow),
             default_image=settings.engine_image,
             utcnow=_utcnow,
+            tally=self.metrics.written,
+            listener=self.listener,
         )
         self._relists = watch.Relists(self.store, scoped=bool(settings.namespaces), restarted=self._restarted)
         self.leadership = _leadership(settings, api, clock)
@@ -80,6 +86,8 @@ class Operator:
             await self._finish(tasks)
             await self.leadership.release()
             await server.cleanup()
+            await self.listener.close()
+            await self._http.close()
             await self.api.close()
         return 1 if self._broken else 0
 

@@ -11,18 +11,25 @@ from glm52_engine.config import Role
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.capacity import demands
+from glm52_operator.plan.drains import Heard, askable
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid, resolve
+from glm52_operator.plan.restarts import actions
 from glm52_operator.plan.rollout import plan_for
 from glm52_operator.reconcile.apply import Applied, Applier, failure_of
 from glm52_operator.reconcile.client import Api, ApiError
+from glm52_operator.reconcile.clock import LoopClock
 from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, EVENT, POD
+from glm52_operator.reconcile.listen import Listener
 from glm52_operator.reconcile.nodes import Nodes
+from glm52_operator.reconcile.restarts import Restarter
 from glm52_operator.reconcile.rollout import Rolled, Roller
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.status.compute import Observed, compute, is_settled
 from glm52_operator.status.conditions import Verdict
+from glm52_operator.status.ends import Ends, replicas
+from glm52_operator.status.ends import observe as observe_ends
 from glm52_operator.status.notices import repaired, transition
 from glm52_operator.status.schedulable import UNOBSERVED, schedulable
 
@@ -53,11 +60,16 @@ class Reconciler:
     utcnow: Callable[[], datetime.datetime]
     _told: dict[Key, str] = field(default_factory=dict)
     """The last failure logged per deployment, so that a retry does not repeat it line by line."""
+    tally: Callable[[Object, Object], None] = lambda before, after: None
+    """Told of every status that was written, with the one before."""
+    listener: Listener = field(default_factory=lambda: Listener(LoopClock(), _nobody))
     roller: Roller = field(init=False)
+    restarter: Restarter = field(init=False)
     _nodes: Nodes = field(init=False)
 
     def __post_init__(self) -> None:
         self.roller = Roller(self.api, self.store, self.utcnow)
+        self.restarter = Restarter(self.api, self.store)
         self._nodes = Nodes(self.api, self.applier.clock)
 
     async def reconcile(self, key: Key, attempt: int) -> Result:
@@ -69,6 +81,8 @@ class Reconciler:
                 self.applier.forget(resource["metadata"]["uid"])
                 self.recorder.forget(resource["metadata"]["uid"])
             self._told.pop(key, None)
+            self.listener.follow(key, {})
+            self.store.forget_departed(key, self.store.departed(key))
             return Result()
         resolved = resolve(resource, self.default_image)
         applied = Applied([])
@@ -85,12 +99,21 @@ class Reconciler:
             rolled = await self._roll_out(key, resource, resolved)
             failures += rolled.failures
             held = rolled.held
+        pods, departed = self._pods(key), self.store.departed(key)
+        ends: Ends | None = None
+        if isinstance(resolved, Target):
+            ends = observe_ends(resource, resolved, pods, departed, self.listener.heard(key), self.utcnow())
+            self.listener.follow(key, askable(pod for members in pods.values() for pod in members))
+            chosen = actions(ends.restarts, replicas(resolved, pods), ends.policy, self.utcnow())
+            failures += await self.restarter.act(key, chosen)
         self._tell(key, failures)
         if failures and all(failure.transient for failure in failures) and attempt < QUIET_ATTEMPTS:
             return Result(failed=True)
         observed = await self._observe(key, resolved, failures, held)
-        status = compute(resource, resolved, observed, now=self.utcnow())
+        status = compute(resource, resolved, observed, ends, now=self.utcnow())
         written = await self._write_status(key, resource, status)
+        if written and ends is not None:
+            self.store.forget_departed(key, departed)
         if failures or not written:
             return Result(failed=True)
         return Result(requeue_after=None if is_settled(status) or isinstance(resolved, Invalid) else SOON)
@@ -165,7 +188,9 @@ class Reconciler:
             return False
         self.store.observe(DEPLOYMENT_RESOURCE, answer)
         _log_ready(key, resource, status)
-        await self.recorder.record(resource, transition(resource.get("status", {}), status))
+        before = resource.get("status", {})
+        self.tally(before, status)
+        await self.recorder.record(resource, transition(before, status))
         return True
 
     def _tell(self, key: Key, failures: list[Failure]) -> None:
@@ -178,6 +203,11 @@ class Reconciler:
             self._told[key] = text
         else:
             self._told.pop(key, None)
+
+
+async def _nobody(address: str) -> Heard | None:
+    """Asked where no pods can be reached."""
+    return None
 
 
 def _lacks_pods(workload: Object) -> bool:

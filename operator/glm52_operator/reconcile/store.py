@@ -6,11 +6,12 @@ what it covers, and an answer to a write counts at once, before the watch brings
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object
-from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, Kind
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, POD, Kind
 
 Key = tuple[str, str]
 """Namespace and name of a GLM52Deployment."""
@@ -27,10 +28,15 @@ def owner_key(kind: Kind, obj: Object) -> Key | None:
     return meta["namespace"], labels[names.NAME]
 
 
+DEPARTED = 64
+"""Pods of one deployment that are remembered after they are gone; of more at once the first are told as unknown."""
+
+
 class Store:
     def __init__(self) -> None:
         self._objects: dict[Kind, dict[Key, Object]] = {}
         self._by_owner: dict[tuple[Kind, Key], set[Key]] = {}
+        self._departed: dict[Key, deque[Object]] = {}
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return self._objects.get(kind, {}).get((namespace, name))
@@ -66,6 +72,7 @@ class Store:
         known = self._objects.get(kind, {}).get(key)
         if known is not None and known["metadata"].get("uid") == obj["metadata"].get("uid"):
             self._drop(kind, key)
+            self._depart(kind, obj)
 
     def replace(self, kind: Kind, namespace: str | None, objects: Iterable[Object], version: str) -> set[Key]:
         """Take a list in: what it lacks is gone, unless newer than the list. Returns the deployments concerned."""
@@ -77,11 +84,28 @@ class Store:
                 owner = owner_key(kind, known)
                 concerned |= {owner} if owner else set()
                 self._drop(kind, key)
+                self._depart(kind, known)
         for obj in listed.values():
             owner = owner_key(kind, obj)
             if self.observe(kind, obj) and owner is not None:
                 concerned.add(owner)
         return concerned
+
+    def departed(self, owner: Key) -> list[Object]:
+        """Last states of a deployment's pods that are gone, until they are forgotten: how they ended stands there."""
+        return list(self._departed.get(owner, ()))
+
+    def forget_departed(self, owner: Key, pods: Iterable[Object]) -> None:
+        """What these had to say has been written down."""
+        known = {pod["metadata"]["uid"] for pod in pods}
+        left = [pod for pod in self._departed.pop(owner, ()) if pod["metadata"]["uid"] not in known]
+        if left:
+            self._departed[owner] = deque(left, DEPARTED)
+
+    def _depart(self, kind: Kind, obj: Object) -> None:
+        owner = owner_key(kind, obj)
+        if kind is POD and owner is not None and obj.get("spec", {}).get("nodeName"):
+            self._departed.setdefault(owner, deque(maxlen=DEPARTED)).append(obj)
 
     def _put(self, kind: Kind, key: Key, obj: Object) -> None:
         self._drop(kind, key)

@@ -15,6 +15,7 @@ from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid
 from glm52_operator.plan.rollout import Plan, leaders, plan_for
 from glm52_operator.status.conditions import Verdict, merge
+from glm52_operator.status.ends import Ends
 from glm52_operator.status.schedulable import UNOBSERVED
 from glm52_operator.status.workloads import Workload, judge
 
@@ -42,29 +43,36 @@ class Observed:
 
 
 def compute(
-    resource: Object, resolved: Target | Invalid, observed: Observed, *, now: datetime.datetime
+    resource: Object,
+    resolved: Target | Invalid,
+    observed: Observed,
+    ends: Ends | None = None,
+    *,
+    now: datetime.datetime,
 ) -> dict[str, Any]:
-    """The status to write; equal to what stands there when nothing changed."""
+    """The status to write; equal to what stands there when nothing changed. `ends`: None where nobody looked."""
     generation = int(resource["metadata"].get("generation", 1))
     previous = resource.get("status", {})
     parts = {} if isinstance(resolved, Invalid) else workloads(resolved, observed)
     verdicts = (
         _unresolved(resolved, previous) if isinstance(resolved, Invalid) else _verdicts(resolved, observed, parts)
     )
+    if ends is not None:
+        verdicts = {**verdicts, **ends.verdicts()}
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "conditions": merge(verdicts, previous.get("conditions", []), generation=generation, now=now),
     }
     if isinstance(resolved, Invalid):
         # Children are left as they are, and so is what is said about them.
-        kept = ("url", "upToDate", "hostRam", "prefill", "decode")
+        kept = ("url", "upToDate", "hostRam", "prefill", "decode", "drains", "crashes", "restarts")
         return {**status, **{key: previous[key] for key in kept if key in previous}}
     status["url"] = url(resolved)
     status["upToDate"] = _up_to_date(parts.values())
     status["hostRam"] = ", ".join(f"{role} {gib(resolved.memory(role).per_host)}" for role in names.ROLES)
     for role in names.ROLES:
         status[role] = _role_status(resolved, role, parts[role])
-    return status
+    return {**status, **(ends.fields() if ends is not None else {})}
 
 
 def url(target: Target) -> str:

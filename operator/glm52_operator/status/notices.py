@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from glm52_operator import names
 from glm52_operator.plan.events import Notice
 from glm52_operator.status.compute import CHOSEN, CONDITIONS, PASSING
+from glm52_operator.status.news import new_crashes, new_ends
 
 _QUIET = PASSING | CHOSEN | {"ScaledToZero", "ConfigInvalid", "Complete"}
 """Reasons of a False condition that are no fault, or that another condition explains."""
@@ -24,7 +25,8 @@ def transition(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Noti
     """Events for the step from one written status to the next, causes first; `before` is empty for a new object."""
     old, new = _by_type(before), _by_type(after)
     scaled = list(_scaled(before, after))
-    found = [*_config(old, new), *scaled, *_problems(old, new), *_ready(old, new, scaled=bool(scaled))]
+    ends = [*_crashes(before, after), *_alarms(old, new), *_drains(before, after)]
+    found = [*_config(old, new), *scaled, *ends, *_problems(old, new), *_ready(old, new, scaled=bool(scaled))]
     # An object that all roles need is refused to each of them in the same words.
     return list(dict.fromkeys(found))
 
@@ -55,6 +57,43 @@ def _config(old: Conditions, new: Conditions) -> Iterator[Notice]:
         yield Notice("Warning", now["reason"], "Validate", now["message"])
     elif "ConfigValid" in old:
         yield Notice("Normal", "ConfigValid", "Validate", now["message"])
+
+
+def _crashes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Notice]:
+    for crash in reversed(new_crashes(before, after)):
+        code = f", exit code {crash['exitCode']}" if "exitCode" in crash else ""
+        node = f" on node {crash['node']}" if "node" in crash else ""
+        yield Notice("Warning", crash["reason"], "Run", f"Pod {crash['pod']}{node}{code}: {crash['message']}")
+
+
+def _alarms(old: Conditions, new: Conditions) -> Iterator[Notice]:
+    for kind in ("Degraded", "Stalled"):
+        if _changed(old, new, kind):
+            yield Notice("Warning", new[kind]["reason"], "Reconcile", new[kind]["message"])
+        elif kind in old and kind not in new:
+            yield Notice("Normal", f"No{kind}", "Reconcile", f"Is over: {old[kind]['message']}")
+
+
+def _drains(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Notice]:
+    """Pods that ended alike are one event: a large one scaled to nothing would use up what there is of events."""
+    by_outcome: dict[str, list[Mapping[str, Any]]] = {}
+    for drain in new_ends(before, after):
+        by_outcome.setdefault(str(drain.get("outcome", "Unknown")), []).append(drain)
+    for outcome, drains in sorted(by_outcome.items()):
+        names = ", ".join(sorted(str(drain["pod"]) for drain in drains))
+        cut = sum(int(drain.get("cutOff", 0)) for drain in drains)
+        tail = f" {cut} requests were cut off." if cut else ""
+        kind: Literal["Normal", "Warning"] = "Normal" if outcome == "Drained" else "Warning"
+        yield Notice(kind, outcome, "Drain", f"{_DRAINS[outcome]}: {names}.{tail}")
+
+
+_DRAINS = {
+    "Drained": "Left with nothing in flight",
+    "DrainTimedOut": "Left when drain.windowSeconds were over",
+    "Killed": "Was killed before it had ended by itself",
+    "Crashed": "Crashed while it drained",
+    "Unknown": "Was gone before its end was seen: deleted by force, or together with its node",
+}
 
 
 def _scaled(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Notice]:

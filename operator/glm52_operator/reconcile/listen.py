@@ -1,0 +1,103 @@
+"""Asks pods that leave how far they are, as long as they leave: no object of the API says it, and no secret is needed.
+
+The pass over a deployment never waits for an answer: it takes what was heard last, and news bring another pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from glm52_engine.config import API_PORT, READYZ
+from glm52_operator.plan.drains import Heard
+from glm52_operator.reconcile.clock import Clock, sleep
+from glm52_operator.reconcile.store import Key
+
+log = logging.getLogger("glm52.drains")
+
+ASK_SECONDS = 3.0
+ANSWER = aiohttp.ClientTimeout(total=2.0)
+AT_ONCE = 32
+"""Questions under way, of all deployments together."""
+
+Ask = Callable[[str], Awaitable[Heard | None]]
+
+
+@dataclass(slots=True)
+class Listener:
+    """`ask`: a pod's address → what it says, None where it says nothing; `wake`: a deployment has news."""
+
+    clock: Clock
+    ask: Ask
+    wake: Callable[[Key], None] = lambda key: None
+    _pods: dict[Key, Mapping[str, str]] = field(default_factory=dict)
+    _heard: dict[Key, dict[str, Heard]] = field(default_factory=dict)
+    _tasks: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
+    _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+
+    def follow(self, key: Key, pods: Mapping[str, str]) -> None:
+        """From now on ask these, uid → address, and no other ones of the deployment."""
+        if pods:
+            self._pods[key] = dict(pods)
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.create_task(self._keep_asking(key), name=f"listen {key[0]}/{key[1]}")
+        else:
+            self._pods.pop(key, None)
+            self._heard.pop(key, None)
+            task = self._tasks.pop(key, None)
+            if task is not None:
+                task.cancel()
+
+    def heard(self, key: Key) -> Mapping[str, Heard]:
+        """What the pods said last, by uid."""
+        return self._heard.get(key, {})
+
+    async def close(self) -> None:
+        for key in list(self._tasks):
+            self._tasks[key].cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _keep_asking(self, key: Key) -> None:
+        while True:
+            pods = self._pods[key]
+            answers = await asyncio.gather(*(self._one(address) for address in pods.values()))
+            told = {uid: answer for uid, answer in zip(pods, answers, strict=True) if answer is not None}
+            before = self.heard(key)
+            # A pod too busy to answer once has not lost what it said before.
+            self._heard[key] = {uid: heard for uid, heard in {**before, **told}.items() if uid in self._pods[key]}
+            if self._heard[key] != before:
+                self.wake(key)
+            await sleep(self.clock, ASK_SECONDS)
+
+    async def _one(self, address: str) -> Heard | None:
+        async with self._free:
+            return await self.ask(address)
+
+
+def over_http(session: aiohttp.ClientSession) -> Ask:
+    """By the pods' readiness endpoint."""
+
+    async def ask(address: str) -> Heard | None:
+        host = f"[{address}]" if ":" in address else address
+        try:
+            async with session.get(f"http://{host}:{API_PORT}{READYZ}", timeout=ANSWER) as response:
+                return read(await response.json(content_type=None))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            log.debug("%s does not say how far it is: %r", address, error)
+            return None
+
+    return ask
+
+
+def read(body: object) -> Heard | None:
+    """A pod's answer; None for what does not speak of a drain."""
+    if not isinstance(body, dict) or body.get("stage") not in ("Draining", "Stopped"):
+        return None
+    in_flight = body.get("in_flight")
+    if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 0:
+        return None
+    return Heard(in_flight, stopped=body["stage"] == "Stopped")

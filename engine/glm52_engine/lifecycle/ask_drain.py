@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, ConfigError
+from glm52_engine.lifecycle.start import read_token
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
 SLICE_SECONDS = 5.0
@@ -33,9 +34,9 @@ def ask_drain(*, port: int, token_file: str, limit: float, host: str = "127.0.0.
     """Returns one line that says how it went; never raises, never takes longer than `limit` seconds."""
     began = time.monotonic()
     try:
-        token = Path(token_file).read_text().strip()
-    except OSError as error:
-        return f"drain: cannot read the token {token_file} ({error.strerror}); TERM will drain instead"
+        token = read_token(token_file).sent
+    except ConfigError as error:
+        return f"drain: {error}; TERM will drain instead"
     while True:
         left = limit - (time.monotonic() - began)
         if left <= 0:

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import os
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from glm52_engine.config import ConfigError
 
 
-def read_token(path: str) -> str:
+@dataclass(frozen=True, slots=True)
+class InternalToken:
+    """The deployment's secret: what is sent, and everything that is taken.
+
+    While it is changed pods know different ones. A pod that takes the old and the new one understands them all.
+    """
+
+    taken: tuple[str, ...]
+
+    @property
+    def sent(self) -> str:
+        return self.taken[0]
+
+    def accepts(self, given: bytes) -> bool:
+        # All are compared, so that the time it takes does not tell which one was nearly right.
+        matches = [hmac.compare_digest(given, token.encode()) for token in self.taken]
+        return any(matches)
+
+
+def read_token(path: str) -> InternalToken:
+    """One token a line; the first is sent."""
     try:
         with open(path) as file:
-            token = file.read().strip()
+            taken = tuple(line.strip() for line in file.read().splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise ConfigError(f"{path}: cannot be read ({reason}); expected the deployment's secret") from error
-    if not token:
+    if not taken:
         raise ConfigError(f"{path}: is empty; expected the deployment's secret")
-    return token
+    return InternalToken(taken)
 
 
 def bind(host: str, port: int) -> socket.socket:

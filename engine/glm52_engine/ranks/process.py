@@ -64,7 +64,7 @@ def rank_host(options: RankHostOptions) -> int:
     logs.setup(f"{options.role} rank host")
     try:
         config = read_engine_config(options.config)
-        secret = read_token(options.token_file)
+        secret = read_token(options.token_file).sent
         if not 1 <= options.index < options.hosts:
             raise ConfigError(
                 f"--host-index: found {options.index}; expected 1 to {options.hosts - 1} of --hosts {options.hosts} "

@@ -37,7 +37,7 @@ def make_replica(
     plan = Plan(
         hosts=hosts,
         terms=terms,
-        secret=read_token(str(token_file)),
+        secret=read_token(str(token_file)).sent,
         load=lambda: load_host(config, role, measures, plan.local, terms.world, phases, say),
         connect_seconds=startup_budget_seconds(own, weights_gib=config.model.weights_gib),
         launch_ahead=(own.launch_ahead and config.accelerator != "cpu") if launch_ahead is None else launch_ahead,

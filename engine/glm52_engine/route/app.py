@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ, 
 from glm52_engine.lifecycle import trace
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.logs import bound
+from glm52_engine.lifecycle.start import InternalToken
 from glm52_engine.lifecycle.states import Probe, ready_probe, startup_probe
 from glm52_engine.route.call import REQUEST_ID, Exchange, PublicEndpoint
 from glm52_engine.route.errors import as_answer
@@ -45,7 +45,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Router:
     def __init__(
-        self, *, model: str, max_model_len: int, token: str, life: Life, pools: Pools, legs: Legs, wait_seconds: float
+        self,
+        *,
+        model: str,
+        max_model_len: int,
+        token: InternalToken,
+        life: Life,
+        pools: Pools,
+        legs: Legs,
+        wait_seconds: float,
     ) -> None:
         self.model = model
         self.max_model_len = max_model_len
@@ -208,7 +216,7 @@ class Router:
 
     def _authorize(self, request: web.Request) -> None:
         given = request.headers.get(INTERNAL_TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._token.encode()):
+        if not self._token.accepts(given):
             raise ApiError(401, f"{request.path} needs the deployment's {INTERNAL_TOKEN_HEADER}", code="unauthorized")
 
     @web.middleware

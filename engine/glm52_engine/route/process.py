@@ -16,7 +16,7 @@ from aiohttp.connector import AddrInfoType
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.life import Life
-from glm52_engine.lifecycle.start import bind, install_signals, notice_dead_peers, read_token, take
+from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, notice_dead_peers, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.route.app import Router
 from glm52_engine.route.discover import check_static, discover
@@ -65,7 +65,9 @@ def route(options: RouterOptions) -> int:
         return leave(Outcome.CRASHED, ROLE, last_line(error))
 
 
-async def run_router(options: RouterOptions, config: EngineConfig, token: str, listener: socket.socket) -> int:
+async def run_router(
+    options: RouterOptions, config: EngineConfig, token: InternalToken, listener: socket.socket
+) -> int:
     life = Life(window=config.drain.window_seconds, propagation=options.propagation)
     ended: asyncio.Future[tuple[Outcome, str]] = asyncio.get_running_loop().create_future()
     terminated = asyncio.Event()
@@ -78,7 +80,7 @@ async def run_router(options: RouterOptions, config: EngineConfig, token: str, l
     pools = Pools()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=1 << 20) as session:
-        legs = Legs(session, pools, token)
+        legs = Legs(session, pools, token.sent)
         router = Router(
             model=config.model.name,
             max_model_len=config.model.max_model_len,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from glm52_engine.config import INTERNAL_TOKEN_HEADER, LIVEZ, READYZ, STARTUPZ
 from glm52_engine.lifecycle import trace
 from glm52_engine.lifecycle.logs import bound
+from glm52_engine.lifecycle.start import InternalToken
 from glm52_engine.lifecycle.states import Probe, live_probe, ready_probe, startup_probe
 from glm52_engine.serve.bodies import read
 from glm52_engine.serve.decode import decode
@@ -53,9 +53,9 @@ def make_app(pod: Pod) -> ASGIApp:
 class InternalOnly:
     """Refuses every /internal/ request without the deployment's secret, before its body is read."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: InternalToken) -> None:
         self._app = app
-        self._token = token.encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/internal/") and not self._knows(scope):
@@ -69,7 +69,7 @@ class InternalOnly:
     def _knows(self, scope: Scope) -> bool:
         wanted = INTERNAL_TOKEN_HEADER.lower().encode()
         given = next((value for name, value in scope["headers"] if name == wanted), b"")
-        return hmac.compare_digest(given, self._token)
+        return self._token.accepts(given)
 
 
 async def read_body(request: Request, use: Callable[[dict[str, Any]], T]) -> T:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
+from glm52_engine.lifecycle.start import InternalToken
 from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestError, Token
 from glm52_engine.serve.errors import DRAINING, KV_MISMATCH, ApiError, bad, unavailable
 from glm52_engine.serve.limits import Endpoint
@@ -45,7 +46,7 @@ class Pod:
     role: Role
     host: str
     address: str
-    token: str
+    token: InternalToken
     life: Life
     counters: TransferCounters
     metrics: Metrics

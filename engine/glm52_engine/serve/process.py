@@ -23,7 +23,7 @@ from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_e
 from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.life import Life
-from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
+from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
 from glm52_engine.lifecycle.termination import host_name, last_line, leave, stack_of
 from glm52_engine.serve.app import make_app
@@ -86,7 +86,9 @@ def serve(options: ServeOptions) -> int:
 
 
 class Process:
-    def __init__(self, options: ServeOptions, config: EngineConfig, token: str, listener: socket.socket) -> None:
+    def __init__(
+        self, options: ServeOptions, config: EngineConfig, token: InternalToken, listener: socket.socket
+    ) -> None:
         self.options = options
         self.config = config
         self._listener = listener
@@ -191,7 +193,7 @@ class Process:
         self.life.enter("registering the KV pools for transfer")
         await in_thread(agent.start)
         print_of = fingerprint(engine)
-        puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token)
+        puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token.sent)
         self._spawn(holder.expire_forever())
         return Loaded(engine, tokenizer, grammars, agent, holder, puller, print_of, stopped)
 

@@ -88,7 +88,7 @@ def test_a_frozen_server_does_not_eat_the_grace_period(token: str, monkeypatch: 
 
 
 def test_without_a_token_it_says_so(tmp_path: Path) -> None:
-    assert "cannot read the token" in ask_drain(port=1, token_file=str(tmp_path / "none"), limit=1)
+    assert "cannot be read" in ask_drain(port=1, token_file=str(tmp_path / "none"), limit=1)
 
 
 def test_the_limit_is_the_window_of_the_config_plus_the_propagation(tmp_path: Path) -> None:

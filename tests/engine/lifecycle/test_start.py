@@ -49,3 +49,11 @@ def test_a_missing_secret_is_refused(tmp_path: Path, content: str | None, said: 
         file.write_text(content)
     with pytest.raises(ConfigError, match=said):
         read_token(str(file))
+
+
+def test_of_several_tokens_the_first_is_sent_and_each_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("new\n\n  old \n")
+    token = read_token(str(file))
+    assert token.sent == "new"
+    assert [token.accepts(given) for given in (b"new", b"old", b"", b"new\n", b"newold")] == [True, True, *[False] * 3]

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER, DrainConfig, EngineConfig, ModelConfig, Role, RoleConfig
-from glm52_engine.lifecycle.start import bind
+from glm52_engine.lifecycle.start import InternalToken, bind
 from glm52_engine.route.process import RouterOptions, run_router
 from glm52_engine.serve import process
 from glm52_engine.serve.process import Process, ServeOptions
@@ -26,6 +26,7 @@ from glm52_engine.tokenizer import Tokenizer
 from tests.engine.serve.fakes import EngineStopped, FakeEngine
 
 TOKEN = "secret"
+TOKENS = InternalToken((TOKEN,))
 HEADERS = {INTERNAL_TOKEN_HEADER: TOKEN}
 MODEL = "glm-5.2"
 
@@ -141,7 +142,7 @@ class Builder:
         self._monkeypatch.setattr(process, "load_engine", load)
         options = ServeOptions(role=role, config="", token_file="", host="127.0.0.1", port=0, propagation=0)
         listener = bind("127.0.0.1", port)
-        running = Process(options, config(window=window, max_model_len=self.max_model_len), TOKEN, listener)
+        running = Process(options, config(window=window, max_model_len=self.max_model_len), TOKENS, listener)
         task = asyncio.create_task(running.run(), name="pod")
         self._processes.append(running)
         self._tasks.append(task)
@@ -167,7 +168,7 @@ class Builder:
         listener = bind("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         options = RouterOptions("", "", "127.0.0.1", 0, prefill, decode, wait_seconds, propagation=0)
-        self._tasks.append(asyncio.create_task(run_router(options, config(), TOKEN, listener)))
+        self._tasks.append(asyncio.create_task(run_router(options, config(), TOKENS, listener)))
         if wait:
             await self.answers(url + "/readyz")
         return url

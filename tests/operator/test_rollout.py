@@ -154,12 +154,12 @@ def test_a_new_kv_that_one_role_cannot_start_stops_the_other_early() -> None:
 def test_a_single_prefill_goes_when_half_of_decode_can_read_its_successor() -> None:
     cluster = SimCluster.running(1, 4)
     cluster.edit(OTHER)
-    order, gaps = [], 0
+    steps, gaps = [], 0
     while not cluster.is_done():
-        order += chosen(cluster.step())
+        steps.append(chosen(cluster.step()))
         gaps += not cluster.pairs()
         cluster.turn()
-    assert order.index(("prefill", 0)) == 2
+    assert steps[:3] == [[("decode", 0)], [("decode", 1)], [("prefill", 0)]]
     assert gaps == 1
 
 
@@ -177,6 +177,17 @@ def test_a_single_replica_stays_while_its_counterpart_cannot_start() -> None:
         cluster.step()
         cluster.turn()
     assert cluster.pairs() == {"a"}
+
+
+@pytest.mark.parametrize("decode", [1, 2])
+def test_the_last_pair_stays_while_the_other_role_has_not_got_its_change(decode: int) -> None:
+    cluster = SimCluster.running(1, decode)
+    # The API server refused the other StatefulSet's new template.
+    cluster.edit(OTHER, "prefill")
+    for _ in range(3):
+        assert chosen(cluster.step()) == []
+        cluster.turn()
+    assert "not of a revision whose KV the new prefill replicas understand" in cluster.plan().progress["prefill"].waits
 
 
 def test_scaling_down_in_the_middle_leaves_the_newest() -> None:

@@ -192,9 +192,7 @@ def _keeps_pair(own: _Board, other: _Board, slot: _Slot) -> bool:
 
 
 def _gap_is_short(own: _Board, other: _Board) -> bool:
-    """Whether the last pair may go: only where a role has but one replica, and its successor finds its counterpart."""
-    if min(len(own.slots), len(other.slots)) > 1:
-        return False
+    """Whether the last pair may go, since what comes in its place finds its counterpart as soon as it is ready."""
     waits_for_us = len(other.slots) == 1 and other.view.kv == own.view.kv
     return other.serving()[own.view.kv] > 0 or waits_for_us
 

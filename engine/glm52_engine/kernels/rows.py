@@ -58,11 +58,15 @@ def add_norm(
 
 @triton.jit
 def _begin(
-    tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies,
-    dim, table_row, block_size, block_rows, ROPE2: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies, turn,
+    dim, table_row, block_size, block_rows,
+    ROPE2: tl.constexpr, BD: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if TURNS:
+        if row == 0:  # noqa: SIM102  # one is known when the kernel is compiled, the other is not
+            tl.store(turn, 1 - tl.load(turn))
     d = tl.arange(0, BD)
     inside = d < dim
     token = tl.load(tokens + row)
@@ -81,18 +85,18 @@ def _begin(
 def begin(
     tokens: torch.Tensor, positions: torch.Tensor, embed: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, active: torch.Tensor, frequencies: torch.Tensor,
-    *, block_size: int, block_rows: int,
+    *, block_size: int, block_rows: int, turn: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Embedding, rotation angles and the KV slot of every row.
+    """Embedding, rotation angles and the KV slot of every row; `turn` (int32 scalar, 0 or 1) becomes the other one.
 
     tokens, positions int64 [T]; table int32 [T, most blocks]; slots int32 [T]: row of the pool where the token's KV
     goes, -1 for rows at or behind `active` (int32 scalar tensor); cos, sin float32 [T, rope/2].
     """
     rows, dim = hidden.shape
     _begin[(rows,)](
-        tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies,
+        tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies, active if turn is None else turn,
         dim, table.stride(0), block_size, block_rows,
-        ROPE2=cos.shape[1], BD=triton.next_power_of_2(dim), num_warps=8, **CHAINED,
+        ROPE2=cos.shape[1], BD=triton.next_power_of_2(dim), TURNS=turn is not None, num_warps=8, **CHAINED,
     )  # fmt: skip
 
 
@@ -274,7 +278,7 @@ def split_rows(rows: Rows, width: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 @triton.jit
 def _next(
-    logits, tokens, positions, lengths, out, vocab, row_stride, active,
+    logits, tokens, positions, lengths, out, vocab, row_stride, active, turn, rows,
     BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous(PDL)
@@ -292,7 +296,7 @@ def _next(
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, where, vocab), 0)
     token = tl.where((tl.max(wrong, 0) > 0) | (tl.abs(top) == float("inf")), -1, token)
-    tl.store(out + row, token)
+    tl.store(out + tl.load(turn) * rows + row, token)
     if row < tl.load(active):
         # A row that is no number goes on with a token that exists: the host ends it, maybe one step too late.
         tl.store(tokens + row, tl.maximum(token, 0).to(tokens.dtype.element_ty))
@@ -302,12 +306,12 @@ def _next(
 
 def feed(
     logits: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor,
-    active: torch.Tensor, *, vocab_bound: int,
+    active: torch.Tensor, turn: torch.Tensor, *, vocab_bound: int,
 ) -> None:  # fmt: skip
     """Greedy token of every row (the lowest id wins ties) and the inputs of the next step, on the device.
 
-    logits [T, vocab]; out int32 [T], -1 where the greatest logit is infinite or any is NaN; tokens, positions, lengths
-    advance in place where the row is active.
+    logits [T, vocab]; out int32 [2, T], of which row `turn` (int32 scalar) is written, -1 where the greatest logit is
+    infinite or any is NaN; tokens, positions, lengths advance in place where the row is active.
     """
     _next[(logits.shape[0],)](
         logits,
@@ -318,6 +322,8 @@ def feed(
         vocab_bound,
         logits.stride(0),
         active,
+        turn,
+        logits.shape[0],
         BV=16384,
         num_warps=16,
         **CHAINED,

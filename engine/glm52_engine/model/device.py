@@ -127,7 +127,11 @@ class DecodeStep:
     """One decode step for exactly `batch` rows over at most `longest` tokens of context each.
 
     Inputs, on the device, advanced by the step itself: tokens, positions int64 [T]; lengths int32 [T] (context
-    including the row's token); table int32 [T, blocks]; active int32 [] rows that are real. Output: chosen int32 [T].
+    including the row's token); table int32 [T, blocks]; active int32 [] rows that are real.
+
+    Output: chosen int32 [2, T], in pinned memory that the step itself writes to: a copy behind it would stand between
+    two steps. Steps take turns with its rows, so that one may begin while the host still reads the other's; `turn` is
+    that of the last one.
     """
 
     def __init__(self, weights: DeviceWeights, pool: DevicePool, *, batch: int, longest: int, vocab_bound: int) -> None:
@@ -149,7 +153,8 @@ class DecodeStep:
         self.lengths = torch.ones(batch, dtype=torch.int32, device=device)
         self.table = torch.zeros(batch, -(-longest // pool.block_size), dtype=torch.int32, device=device)
         self.active = torch.full((), batch, dtype=torch.int32, device=device)
-        self.chosen = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros(2, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.turn = torch.zeros((), dtype=torch.int32, device=device)
 
         heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         self._frequencies = inverse_frequencies(rope, spec.rope_theta).to(device)
@@ -195,7 +200,7 @@ class DecodeStep:
         spec, weights = self._weights.spec, self._weights
         rows.begin(
             self.tokens, self.positions, weights.embed, self._hidden, self._cos, self._sin, self.table, self._slots,
-            self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows,
+            self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows, turn=self.turn,
         )  # fmt: skip
         if len(spec.full_layers) % 2:
             self._counts[0].zero_()  # the last full layer of the step before used it and zeroed the other
@@ -212,7 +217,7 @@ class DecodeStep:
         linear_kernels.linear(self._normed, weights.head, self._head)
         logits = self._head[0] if self._head.shape[0] == 1 else self._head.sum(0)
         rows.feed(
-            logits, self.tokens, self.positions, self.lengths, self.chosen, self.active, vocab_bound=self._vocab_bound
+            logits, self.tokens, self.positions, self.lengths, self.chosen, self.active, self.turn, vocab_bound=self._vocab_bound
         )
         self.logits = logits
 

@@ -352,10 +352,11 @@ def test_feed_takes_the_lowest_of_the_greatest_and_names_rows_that_are_no_number
     tokens = torch.full((6,), 33, dtype=torch.int64, device=device)
     positions = torch.arange(6, device=device)
     lengths = torch.arange(1, 7, dtype=torch.int32, device=device)
-    out = torch.zeros(6, dtype=torch.int32, device=device)
+    out = torch.full((2, 6), 99, dtype=torch.int32, device=device)
     active = torch.full((), 5, dtype=torch.int32, device=device)
-    rows.feed(logits, tokens, positions, lengths, out, active, vocab_bound=40)
-    assert out.tolist() == [7, 0, -1, -1, -1, 8]
+    turn = torch.ones((), dtype=torch.int32, device=device)
+    rows.feed(logits, tokens, positions, lengths, out, active, turn, vocab_bound=40)
+    assert out.tolist() == [[99] * 6, [7, 0, -1, -1, -1, 8]]
     assert tokens.tolist() == [7, 0, 0, 0, 0, 33]
     assert positions.tolist() == [1, 2, 3, 4, 5, 5]
     assert lengths.tolist() == [2, 3, 4, 5, 6, 6]

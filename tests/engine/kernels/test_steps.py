@@ -98,8 +98,8 @@ def test_prefill_and_decode_are_the_plain_model(
         pool.tensor.copy_(before)
         step.run()
         assert (step.logits[:2] - want).abs().max() < tolerance
-        assert step.chosen[:2].tolist() == want[:, :300].argmax(1).tolist()
-        assert step.tokens[:2].tolist() == step.chosen[:2].tolist()
+        assert step.chosen[1, :2].tolist() == want[:, :300].argmax(1).tolist()
+        assert step.tokens[:2].tolist() == step.chosen[1, :2].tolist()
         assert step.positions.tolist() == [4, 12, 0], "a padding row stays where it is"
         changed = (pool.tensor != before).any(1).nonzero().flatten().tolist()
         assert changed == sorted(int(plain.tables[seat, length // BLOCK]) for seat, length in enumerate(LENGTHS))

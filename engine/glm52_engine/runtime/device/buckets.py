@@ -32,8 +32,6 @@ class Bucket:
         self._given = torch.zeros(3, step.batch, dtype=torch.int64, pin_memory=cuda)
         self._sent = torch.cuda.Event() if cuda else None
         self._taken = torch.zeros(3, step.batch, dtype=torch.int64, device=step.tokens.device)
-        # Two, of exactly the bucket's rows: a step may be started while the host still reads the one before.
-        self._chosen = [torch.zeros(step.batch, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._done = [torch.cuda.Event() if cuda else None for _ in range(2)]
         self._turn = 0
 
@@ -42,6 +40,7 @@ class Bucket:
         self.step.active.zero_()
         self.step.run()
         if not self.step.tokens.is_cuda:
+            self._turn = int(self.step.turn)
             return None
         torch.cuda.synchronize(self.step.tokens.device)
         graph = torch.cuda.CUDAGraph()
@@ -49,6 +48,8 @@ class Bucket:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.step.run()
         self._graph = graph
+        torch.cuda.synchronize(self.step.tokens.device)
+        self._turn = int(self.step.turn)
         return graph.pool()
 
     def load(self, rows: Sequence[tuple[int, int, int]], tables: torch.Tensor) -> None:
@@ -69,13 +70,12 @@ class Bucket:
         step.active.fill_(count)
 
     def replay(self) -> int:
-        """Start the step; returns which of the two buffers will hold its tokens."""
+        """Start the step; returns which row of `chosen` will hold its tokens."""
         if self._graph is None:
             self.step.run()
         else:
             self._graph.replay()
         turn = self._turn = 1 - self._turn
-        self._chosen[turn].copy_(self.step.chosen, non_blocking=True)
         event = self._done[turn]
         if event is not None:
             event.record()
@@ -86,5 +86,5 @@ class Bucket:
         event = self._done[turn]
         if event is not None:
             event.synchronize()
-        tokens: list[int] = self._chosen[turn].tolist()
+        tokens: list[int] = self.step.chosen[turn].tolist()
         return tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,11 @@ class DeviceExecutor:
         blocks_per_seat: int,
         vocab_bound: int,
         step_tokens: int,
+        unpin: Callable[[], object] = lambda: None,
     ) -> None:
+        """`unpin` lets go of the host pool's pages when nothing on the device uses them any more."""
         self.pool = pool
+        self._unpin = unpin
         self._device = weights.embed.device
         self._bound = vocab_bound
         block = pool.block_size
@@ -141,6 +144,7 @@ class DeviceExecutor:
         # Graphs hold the memory that they write to.
         self._buckets.clear()
         del self.pool, self._mirror, self._kv, self._prefill
+        self._unpin()
 
     def _decode(self, rows: list[tuple[int, int, int]]) -> _Replay:
         bucket = self._buckets[next(size for size in self._buckets if size >= len(rows))]

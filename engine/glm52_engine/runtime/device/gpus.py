@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import torch
 
 from glm52_engine.checkpoint import ModelSpec, Weights
 from glm52_engine.config import ConfigError, RoleConfig
-from glm52_engine.kv.pools import Pool
+from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
+from glm52_engine.kv.pools import KvLayout, Pool
 from glm52_engine.model.device import device_weights
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.rank import StepLimits
 from glm52_engine.schedule import Limits, blocks_for
 from glm52_engine.sizing import gib
+
+log = logging.getLogger(__name__)
 
 
 def device(rank: int) -> str:
@@ -42,12 +48,13 @@ def check_room(rank: int, pool: Pool, role: RoleConfig) -> None:
 
 
 def executor(
-    rank: int, spec: ModelSpec, weights: Weights, pool: Pool, role: RoleConfig, limits: Limits, step: StepLimits
-) -> DeviceExecutor:
+    rank: int, spec: ModelSpec, weights: Weights, pool: Pool, role: RoleConfig, limits: Limits, step: StepLimits,
+    unpin: Callable[[], object],
+) -> DeviceExecutor:  # fmt: skip
+    narrow(weights)
     on_device = device_weights(spec, weights, device(rank))
     torch.cuda.empty_cache()  # the tensors that were joined: the room is asked for next
     check_room(rank, pool, role)
-    pin(pool)
     return DeviceExecutor(
         on_device,
         pool,
@@ -55,18 +62,30 @@ def executor(
         blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size),
         vocab_bound=step.vocab_bound,
         step_tokens=step.budget,
+        unpin=unpin,
     )
 
 
-def pin(pool: Pool) -> None:
-    """Registers the pool's pages with the driver, so that copies run beside the compute; raises ConfigError."""
-    code = torch.cuda.cudart().cudaHostRegister(pool.tensor.data_ptr(), pool.tensor.nbytes, 0)
-    if int(code):
-        raise ConfigError(
-            f"host_pool_gib: {gib(pool.tensor.nbytes)} cannot be pinned ({code}): raise the memlock limit of the "
-            "container (ulimit -l), or lower host_pool_gib"
-        )
+def narrow(weights: Weights) -> None:
+    """To bfloat16, as other engines do with a float32 checkpoint: the kernels' tiles are made for it.
+
+    Only biases of the experts' choice stay as they are, which every checkpoint has in float32.
+    """
+    wide = [
+        name
+        for name, tensor in weights.tensors.items()
+        if tensor.dtype == torch.float32 and not name.endswith("e_score_correction_bias")
+    ]
+    for name in wide:
+        weights.tensors[name] = weights.tensors[name].bfloat16()
+    if wide:
+        log.info("the checkpoint is float32; it computes in bfloat16 on this GPU")
 
 
-def unpin(pool: Pool) -> None:
-    torch.cuda.cudart().cudaHostUnregister(pool.tensor.data_ptr())
+def pinned_pool(
+    rank: int, kv: KvLayout, blocks: int, on_progress: Callable[[int, int], None]
+) -> tuple[Pool, Callable[[], object]]:
+    """Host memory of a rank, near its GPU and pinned for it, and what lets go of it. Raises ConfigError."""
+    slab = host_slab(blocks * kv.block_bytes)
+    pinned = pin(slab, Cuda(rank), unit=kv.block_bytes, place=gpu_place(rank), on_progress=on_progress)
+    return Pool(kv, blocks, slab), pinned.release

@@ -64,8 +64,8 @@ def _begin(
 ):  # fmt: skip
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if TURNS:
-        if row == 0:  # noqa: SIM102  # one is known when the kernel is compiled, the other is not
+    if TURNS:  # noqa: SIM102  # known when the kernel is compiled; the row is not
+        if row == 0:
             tl.store(turn, 1 - tl.load(turn))
     d = tl.arange(0, BD)
     inside = d < dim

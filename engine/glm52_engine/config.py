@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 API_PORT = 8000
 """TCP port of the HTTP server of every engine and router pod."""
@@ -63,6 +63,16 @@ class ModelConfig(_Strict):
     weights_gib: Count = Field(description="Host memory for the weights of one pod, GiB; on a CPU they live there.")
 
 
+class HiSparseConfig(_Strict):
+    """Decode reads the few tokens that it attends to from hot buffers; whole contexts lie in host memory."""
+
+    device_buffer_size: Annotated[int, Field(ge=1, le=32_767, strict=True)] | None = Field(
+        default=None,
+        description="Tokens in the hot buffer of one request and layer, at least the model's index_topk; "
+        "twice that when not given.",
+    )
+
+
 class RoleConfig(_Strict):
     """Size of one pod of one role."""
 
@@ -84,6 +94,9 @@ class RoleConfig(_Strict):
     )
     gpu_memory_percent: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
         default=90, description="Share of a GPU's memory that weights and KV may take; the rest is for steps."
+    )
+    hi_sparse: HiSparseConfig | None = Field(
+        default=None, description="Absent: whole contexts lie where attention reads them. For decode only."
     )
 
 
@@ -119,6 +132,13 @@ class EngineConfig(_Strict):
     block_size: Annotated[int, Field(ge=1, le=1024, strict=True)] = Field(
         default=64, description="Tokens per KV block."
     )
+
+    @field_validator("prefill")
+    @classmethod
+    def _without_hot_buffers(cls, role: RoleConfig | None) -> RoleConfig | None:
+        if role is not None and role.hi_sparse is not None:
+            raise ValueError("hi_sparse is for decode: every row of a prompt selects other tokens")
+        return role
 
     def role(self, role: Role) -> RoleConfig:
         """Raises ConfigError where the section is absent."""

@@ -8,6 +8,7 @@ import torch
 
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kernels.cache_rows import Rows
+from glm52_engine.model.cache import LayerRows
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.mla import Attention
 from glm52_engine.model.moe import FeedForward, Mlp
@@ -41,7 +42,7 @@ class Layer:
         hidden: torch.Tensor,
         by: Rotation,
         step: Step,
-        rows: Rows,
+        rows: LayerRows,
         index_keys: Rows | None,
         selection: Selection | None,
     ) -> tuple[torch.Tensor, Selection]:

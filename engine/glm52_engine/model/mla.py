@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
-from glm52_engine.kernels.cache_rows import Rows, store
+from glm52_engine.kernels.cache_rows import Rows
 from glm52_engine.kernels.reference import sparse_attention
+from glm52_engine.model.cache import LayerRows
 from glm52_engine.model.indexer import Indexer, Selection
 from glm52_engine.model.norm import rms_norm
 from glm52_engine.model.rope import Rotation, rotate
@@ -45,18 +46,18 @@ class Attention:
         hidden: torch.Tensor,
         by: Rotation,
         step: Step,
-        rows: Rows,
+        rows: LayerRows,
         index_keys: Rows | None,
         previous: Selection | None,
     ) -> tuple[torch.Tensor, Selection]:
         """hidden [T, hidden] → the same, and the selection that shared layers after this one reuse.
 
-        `rows` [num_blocks, block_size, mla_row] and `index_keys` (full layers) are this layer's cache.
+        `rows` and `index_keys` (full layers) are this layer's cache.
         """
         q_latent = rms_norm(F.linear(hidden, self._q_a), self._q_norm, LATENT_NORM_EPS)
         kv, shared_key = F.linear(hidden, self._kv_a).split((self._latent, self._rope), dim=-1)
         kv = rms_norm(kv, self._kv_norm, LATENT_NORM_EPS)
-        store(rows, step.blocks, step.offsets, torch.cat((kv, rotate(shared_key, by)), dim=-1))
+        rows.store(torch.cat((kv, rotate(shared_key, by)), dim=-1))
 
         if self._indexer is not None and index_keys is not None:
             selection = self._indexer.select(hidden, q_latent, by, step, index_keys)
@@ -70,9 +71,7 @@ class Attention:
         absorbed = torch.bmm(nope.transpose(0, 1), self._to_latent).transpose(0, 1)
         attended = sparse_attention(
             torch.cat((absorbed, rotate(rope, by)), dim=-1),
-            rows,
-            selection.blocks,
-            selection.offsets,
+            *rows.find(selection),
             selection.missing,
             latent=self._latent,
             scale=self._scale,

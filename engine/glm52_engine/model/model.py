@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kv.pools import Pool
+from glm52_engine.model.cache import HotCache, LayerRows, PoolRows
 from glm52_engine.model.indexer import Selection
 from glm52_engine.model.layer import Layer
 from glm52_engine.model.moe import FeedForward, Moe
@@ -43,17 +44,23 @@ class Model:
         self.layers = [Layer(spec, index, by_layer[index], moe) for index in range(spec.num_hidden_layers)]
 
     @torch.inference_mode()
-    def forward(self, step: Step, pool: Pool, *, trace: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(
+        self, step: Step, pool: Pool, hot: HotCache | None = None, *, trace: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Write the rows' KV to `pool`; return logits float32 [len(step.logit_rows), vocab_size].
 
-        `trace` receives every layer's selected positions [T, K]: what the comparison with other engines looks at.
+        With `hot` attention reads the seats' hot buffers of that pool; the step then has no chunks. `trace` receives
+        every layer's selected positions [T, K]: what the comparison with other engines looks at.
         """
         hidden = self._embed[step.tokens]
         by = rotation(step.positions, self._frequencies)
         selection: Selection | None = None
+        rows: list[LayerRows] = [PoolRows(layer, step) for layer in pool.mla] if hot is None else hot.begin(step)
         for index, layer in enumerate(self.layers):
-            hidden, selection = layer.forward(hidden, by, step, pool.mla[index], pool.index.get(index), selection)
+            hidden, selection = layer.forward(hidden, by, step, rows[index], pool.index.get(index), selection)
             if trace is not None:
                 trace.append(selection.positions)
+        if hot is not None:
+            hot.end()
         hidden = rms_norm(hidden[step.logit_rows], self._norm, self.spec.rms_norm_eps)
         return F.linear(hidden, self._head).float()

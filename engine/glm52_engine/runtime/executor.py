@@ -9,6 +9,7 @@ import torch
 
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model import Model, Span, build_step
+from glm52_engine.model.cache import HotCache
 
 
 class Work(Protocol):
@@ -67,10 +68,23 @@ class Executor(Protocol):
 
 
 class HostExecutor:
-    """On the CPU, straight in the host pool; every call computes before it returns."""
+    """On the CPU, straight in the host pool; every call computes before it returns.
 
-    def __init__(self, model: Model, pool: Pool, *, seats: int, blocks_per_seat: int, vocab_bound: int) -> None:
+    `hot`: HiSparse; decodes then read what it serves of the pool.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        *,
+        seats: int,
+        blocks_per_seat: int,
+        vocab_bound: int,
+        hot: HotCache | None = None,
+    ) -> None:
         self.pool = pool
+        self.hot = hot
         self._model: Model | None = model
         self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int64)
         self._bound = vocab_bound
@@ -88,13 +102,20 @@ class HostExecutor:
     def begin(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
         self._tables[seat].zero_()
         self._tables[seat, : len(blocks)] = torch.tensor(blocks)
+        if self.hot is not None:
+            self.hot.pool.assign(seat, blocks, arrived=arrived)
 
     def launch(self, spans: Sequence[Span]) -> EagerWork:
         if self._model is None:
             raise RuntimeError("the rank was stopped")
         step = build_step(spans, self._tables, self.pool.block_size)
         self._spans = spans
-        self._work = EagerWork(self._model.forward(step, self.pool), self._bound)
+        if self.hot is None or step.chunks:
+            # A prompt's rows go to the pool and are read there: no hot buffer holds a copy of a row that is new.
+            logits = self._model.forward(step, self.pool)
+        else:
+            logits = self._model.forward(step, self.pool, self.hot)
+        self._work = EagerWork(logits, self._bound)
         return self._work
 
     def relaunch(self) -> EagerWork:
@@ -112,7 +133,7 @@ class HostExecutor:
 
     def close(self) -> None:
         if self._model is not None:
-            self._model = None
+            self._model = self.hot = None
             del self.pool
 
 

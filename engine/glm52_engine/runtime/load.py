@@ -11,8 +11,10 @@ import torch
 
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
 from glm52_engine.config import Accelerator, ConfigError, KvCacheDtype, RoleConfig
+from glm52_engine.kv.hisparse import MOST_ROWS
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
+from glm52_engine.model.cache import HotCache
 from glm52_engine.runtime.executor import Executor, HostExecutor
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.runtime.progress import ProgressLines
@@ -46,6 +48,8 @@ class Measures:
     kv: KvLayout
     limits: Limits
     step: StepLimits
+    hot_rows: int | None
+    """Managed rows of a hot buffer; None without HiSparse."""
 
 
 def measure(
@@ -71,7 +75,7 @@ def measure(
     limits = Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
     budget = step_tokens or STEP_TOKENS[accelerator]
     step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
-    return Measures(spec, kv, limits, step)
+    return Measures(spec, kv, limits, step, _hot_rows(path, spec, role))
 
 
 def load_parts(
@@ -105,15 +109,15 @@ def load_parts(
     on_phase("checking the memory limit")
     check_memory(role, weights=weight_bytes(spec), accelerator=accelerator, limit=memory_limit())
     load = _on_host if accelerator == "cpu" else _on_gpus
-    executors, contract = load(path, spec, measures.kv, role, limits, step, on_phase)
+    executors, contract = load(path, measures, role, on_phase)
     return Parts(executors, limits, step, contract)
 
 
 def _on_host(
-    path: Path, spec: ModelSpec, kv: KvLayout, role: RoleConfig, limits: Limits, step: StepLimits,
-    on_phase: Callable[[str], None],
-) -> tuple[list[Executor], dict[str, str | int]]:  # fmt: skip
+    path: Path, measures: Measures, role: RoleConfig, on_phase: Callable[[str], None]
+) -> tuple[list[Executor], dict[str, str | int]]:
     """All ranks compute with the same weights, which lie on the files' pages."""
+    spec, kv, limits, step = measures.spec, measures.kv, measures.limits, measures.step
     on_phase("reading weights")
     weights = load_weights(path, spec, on_progress=ProgressLines("reading weights", on_phase))
     model = Model(spec, weights.tensors)
@@ -121,19 +125,35 @@ def _on_host(
     pools = [_pool(kv, limits, rank) for rank in range(role.ranks_per_host)]
     seat = blocks_for(limits.max_model_len, limits.block_size)
     executors: list[Executor] = [
-        HostExecutor(model, pool, seats=limits.seats, blocks_per_seat=seat, vocab_bound=step.vocab_bound)
+        HostExecutor(
+            model,
+            pool,
+            seats=limits.seats,
+            blocks_per_seat=seat,
+            vocab_bound=step.vocab_bound,
+            hot=None if measures.hot_rows is None else _hot_cache(measures, pool, measures.hot_rows),
+        )
         for pool in pools
     ]
     return executors, kv_contract(kv, weights)
 
 
+def _hot_cache(measures: Measures, pool: Pool, rows: int) -> HotCache:
+    spec = measures.spec
+    return HotCache(
+        measures.kv, pool, spec.indexer_types, top_k=spec.index_topk, seats=measures.limits.seats, rows=rows
+    )
+
+
 def _on_gpus(
-    path: Path, spec: ModelSpec, kv: KvLayout, role: RoleConfig, limits: Limits, step: StepLimits,
-    on_phase: Callable[[str], None],
-) -> tuple[list[Executor], dict[str, str | int]]:  # fmt: skip
+    path: Path, measures: Measures, role: RoleConfig, on_phase: Callable[[str], None]
+) -> tuple[list[Executor], dict[str, str | int]]:
     """A GPU for each rank, each with all weights."""
+    spec, kv, limits, step = measures.spec, measures.kv, measures.limits, measures.step
     from glm52_engine.runtime.device import gpus
 
+    if measures.hot_rows is not None:
+        raise ConfigError("hi_sparse: the GPU's decode step does not use it yet: leave it out")
     gpus.check_count(role.ranks_per_host)
     executors: list[Executor] = []
     contract: dict[str, str | int] = {}
@@ -171,6 +191,18 @@ def kv_contract(kv: KvLayout, weights: Weights) -> dict[str, str | int]:
         "index_row": kv.index_row,
         "block_size": kv.block_size,
     }
+
+
+def _hot_rows(path: Path, spec: ModelSpec, role: RoleConfig) -> int | None:
+    if role.hi_sparse is None:
+        return None
+    rows = role.hi_sparse.device_buffer_size or 2 * spec.index_topk
+    if not spec.index_topk <= rows <= MOST_ROWS:
+        raise ConfigError(
+            f"hi_sparse.device_buffer_size: found {rows}; a step of {path / 'config.json'} reads {spec.index_topk} "
+            f"tokens of a request (index_topk), so that expected are {spec.index_topk} to {MOST_ROWS}"
+        )
+    return rows
 
 
 def _check_vocabulary(path: Path, spec: ModelSpec, bound: int, ends: frozenset[int]) -> None:

@@ -78,7 +78,7 @@ class Rank:
 
     def finish(self, seat: int) -> None:
         request = self.seats.pop(seat)
-        self.pool.release(request.blocks)
+        self.pool.poison(request.blocks, 0)
         self.free += request.blocks
 
     def step(self, rows: Sequence[tuple[Request, Sequence[Sequence[int]]]], *, advance: bool = True) -> None:
@@ -121,10 +121,11 @@ class Interleavings(RuleBasedStateMachine):
     """Admissions, steps, repeated steps and ends in any order."""
 
     form: ModuleType = residency
+    device = "cpu"
 
     @initialize()
     def start(self) -> None:
-        self.rank = Rank(self.form, "cpu")
+        self.rank = Rank(self.form, self.device)
 
     @rule(seat=st.integers(0, SEATS - 1), blocks=st.integers(1, 4), room=st.integers(1, 6), draw=st.randoms())
     def admit(self, seat: int, blocks: int, room: int, draw: random.Random) -> None:
@@ -156,7 +157,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def every_hot_row_is_numbered_once(self) -> None:
-        order = self.rank.pool.residency.order[:, :SEATS]
+        order = self.rank.pool.residency.order[:, :SEATS].cpu()
         assert torch.equal(order.sort(-1).values, torch.arange(ROWS, dtype=torch.int16).expand(order.shape))
 
 
@@ -164,10 +165,11 @@ def test_any_interleaving() -> None:
     run_state_machine_as_test(Interleavings, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
 
 
-def test_any_interleaving_in_triton() -> None:
+def test_any_interleaving_in_triton(device: str) -> None:
     class InTriton(Interleavings):
         form = hisparse
 
+    InTriton.device = device
     run_state_machine_as_test(InTriton, settings=settings(max_examples=20, stateful_step_count=20, deadline=None))
 
 
@@ -221,6 +223,8 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"hot buffer of 5 rows; expected index_topk \(6\) to 32767"):
         HotPool(host, [range(1)], seats=1, top_k=6, rows=5, device="cpu")
     with pytest.raises(ValueError, match="rows of 40"):
-        HotPool(dataclasses.replace(host, row_bytes=40), [range(1)], seats=1, top_k=6, rows=6, device="cpu")
+        HotPool(
+            dataclasses.replace(host, row_bytes=40), [range(1)], seats=1, top_k=6, rows=6, device="cpu", form=hisparse
+        )
     with pytest.raises(ValueError, match="first layer is shared"):
         layer_groups(("shared", "full"))

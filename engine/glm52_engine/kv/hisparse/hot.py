@@ -39,13 +39,13 @@ class HotPool:
     ) -> None:  # fmt: skip
         if not top_k <= rows <= MOST_ROWS:
             raise ValueError(f"a hot buffer of {rows} rows; expected index_topk ({top_k}) to {MOST_ROWS}")
-        if host.row_bytes % 16 or host.tensor.shape[1] % 16:
-            raise ValueError(
-                f"rows of {host.row_bytes}, blocks of {host.tensor.shape[1]} bytes; expected multiples of 16"
-            )
         self.host, self.groups, self.top_k, self.debug = host, tuple(groups), top_k, debug
         self.device = torch.device(device)
         self.form = form or _form(self.device)
+        if self.form is not plain and (host.row_bytes % 16 or host.tensor.shape[1] % 16):
+            raise ValueError(
+                f"rows of {host.row_bytes}, blocks of {host.tensor.shape[1]} bytes; kernels expect multiples of 16"
+            )
         self.residency = Residency.empty(
             groups=len(self.groups), seats=seats, rows=rows, slots=host.slots, device=self.device
         )
@@ -66,12 +66,7 @@ class HotPool:
         where = self.residency.where[:, : self.host.slots].unflatten(1, (-1, self.host.block_size))
         where[:, ids] = -1
         if self.debug:
-            self._poison(blocks, arrived)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """The blocks' sequence has ended. Only debug mode has anything to do: a hand-off that leaves rows out shows."""
-        if self.debug:
-            self._poison(blocks, 0)
+            self.poison(blocks, arrived)
 
     def rows(self, layer: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """[rows, row elements]: a layer's hot rows, those of one seat side by side."""
@@ -81,7 +76,8 @@ class HotPool:
         """Rows of one layer since the start, by `COUNTERS`; waits for the device."""
         return dict(zip(COUNTERS, self.residency.counters.tolist(), strict=True))
 
-    def _poison(self, blocks: Sequence[int], written: int) -> None:
+    def poison(self, blocks: Sequence[int], written: int) -> None:
+        """For debug mode: nobody has written the rows of these blocks behind their first `written` tokens."""
         size = self.host.block_size
         for layer in range(self.groups[-1].stop):
             rows = self.host.layer(layer)

@@ -11,8 +11,6 @@ class Settings:
     """Image of deployments that name none."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty: the whole cluster."""
-    resync_seconds: float = 60.0
-    """Seconds between two full lists, which repair whatever a broken watch lost."""
     health_host: str = "0.0.0.0"
     health_port: int = 8080
     workers: int = 4

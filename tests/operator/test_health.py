@@ -12,19 +12,12 @@ from glm52_operator.reconcile.queue import WorkQueue
 from tests.operator.conftest import FakeClock
 
 
-def health(clock: FakeClock) -> Health:
-    return Health(clock, WorkQueue[Any](clock), silence_limit=100, work_limit=50)
+def health(clock: FakeClock, *, scoped: bool = False) -> Health:
+    return Health(clock, WorkQueue[Any](clock), work_limit=50, scoped=scoped)
 
 
-def test_silence_is_an_illness(clock: FakeClock) -> None:
-    own = health(clock)
-    assert own.complaint() is None
-    clock.advance(99)
-    assert own.complaint() is None
-    clock.advance(2)
-    assert "no event" in str(own.complaint())
-    own.progress()
-    assert own.complaint() is None
+def version(number: int, namespace: str = "ns") -> dict[str, Any]:
+    return {"metadata": {"namespace": namespace, "name": "a", "resourceVersion": str(number)}}
 
 
 async def test_work_that_never_ends_is_an_illness(clock: FakeClock) -> None:
@@ -32,25 +25,46 @@ async def test_work_that_never_ends_is_an_illness(clock: FakeClock) -> None:
     own.queue.add(("ns", "a"))
     await own.queue.get()
     clock.advance(51)
-    own.progress()
     assert "one pass" in str(own.complaint())
 
 
-def test_a_watch_that_does_not_bring_what_a_list_showed_is_dead(clock: FakeClock) -> None:
+def test_rest_is_no_illness(clock: FakeClock) -> None:
     own = health(clock)
-    own.listed_news(POD)
-    for _ in range(3):
-        # Other watches and the lists go on.
+    own.heard(POD, version(1))
+    clock.advance(100_000)
+    assert own.complaint() is None
+
+
+def test_a_watch_that_does_not_bring_what_was_written_is_dead(clock: FakeClock) -> None:
+    own = health(clock)
+    own.wrote(POD, version(7))
+    for _ in range(4):
+        # Other watches go on, and so do writes.
         clock.advance(20)
-        own.progress()
-        own.heard(SECRET)
-        own.listed_news(POD)
+        own.heard(SECRET, version(100))
+        own.heard(POD, version(6))
+        own.wrote(POD, version(9))
     assert own.complaint() is None
-    clock.advance(40)
-    own.progress()
+    clock.advance(20)
     assert "the watch of pods is dead" in str(own.complaint())
-    own.heard(POD)
+    own.heard(POD, version(8))
     assert own.complaint() is None
+
+
+def test_a_write_that_changed_nothing_or_came_back_before_its_answer_is_not_waited_for(clock: FakeClock) -> None:
+    own = health(clock)
+    own.heard(POD, version(7))
+    own.wrote(POD, version(7))
+    clock.advance(1000)
+    assert own.complaint() is None
+
+
+def test_each_namespace_has_its_own_watch(clock: FakeClock) -> None:
+    own = health(clock, scoped=True)
+    own.wrote(POD, version(7, "a"))
+    own.heard(POD, version(9, "b"))
+    clock.advance(91)
+    assert "pods in a" in str(own.complaint())
 
 
 async def test_the_endpoints(clock: FakeClock) -> None:
@@ -62,7 +76,8 @@ async def test_the_endpoints(clock: FakeClock) -> None:
         assert (await client.get("/readyz")).status == 503
         own.synced = True
         assert (await client.get("/readyz")).status == 200
+        own.wrote(POD, version(7))
         clock.advance(101)
         answer = await client.get("/healthz")
         assert answer.status == 500
-        assert "no event" in await answer.text()
+        assert "the watch of pods is dead" in await answer.text()

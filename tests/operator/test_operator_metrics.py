@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, POD, Kind
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, POD
 from glm52_operator.reconcile.metrics import Metrics
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key, Store
-from glm52_operator.reconcile.watch import Relists
 from tests.metrics_table import documented, served
-from tests.operator.builders import pod, resource
+from tests.operator.builders import resource
 from tests.operator.conftest import FakeClock
 
 
@@ -102,25 +101,3 @@ def test_errors_and_writes_by_kind(metrics: Metrics) -> None:
         metrics.answered(verb, POD, code)
     assert values(metrics, "glm52_operator_writes_total") == {("Pod", "patch"): 2}
     assert values(metrics, "glm52_operator_api_errors_total") == {("403", "Pod", "patch"): 1, ("0", "Pod", "list"): 1}
-
-
-def test_a_watch_that_lists_again_is_counted_once_a_list(store: Store) -> None:
-    found: list[Kind] = []
-    relists = Relists(store, scoped=False, restarted=found.append)
-    first, second, third = (pod(f"chat-decode-{n}") for n in range(3))
-    for obj in (first, second):
-        store.observe(POD, obj)
-        relists.listed(POD, obj)
-    assert found == []
-    for _ in range(2):
-        relists.listed(POD, second)
-        relists.listed(POD, first)
-    assert found == [POD, POD]
-    # The object by which it is noticed goes.
-    store.remove(POD, first)
-    relists.listed(POD, second)
-    relists.listed(POD, third)
-    assert found == [POD, POD, POD]
-    relists.listed(POD, third)
-    relists.listed(POD, second)
-    assert len(found) == 4

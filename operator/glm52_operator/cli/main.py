@@ -27,7 +27,6 @@ def parser() -> argparse.ArgumentParser:
         default=[name for name in os.environ.get("GLM52_NAMESPACES", "").split(",") if name],
         help="serve this namespace only; may be repeated (GLM52_NAMESPACES, comma-separated); default: all",
     )
-    run.add_argument("--resync-seconds", type=float, default=60.0, help="seconds between two full lists (60)")
     run.add_argument(
         "--lease",
         type=_namespaced,

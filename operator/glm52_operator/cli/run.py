@@ -21,7 +21,6 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(
         engine_image=arguments.engine_image,
         namespaces=tuple(dict.fromkeys(arguments.namespace)),
-        resync_seconds=arguments.resync_seconds,
         health_host=arguments.health_host,
         health_port=arguments.health_port,
         lease=arguments.lease,

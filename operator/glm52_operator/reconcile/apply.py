@@ -79,8 +79,8 @@ class Applier:
     async def _apply_all(self, target: Target, desired: list[Object], *, complete: bool) -> Applied:
         applied = Applied(await self._ensure_secret(target))
         blocked = any(_blocks(failure, target) for failure in applied.failures)
-        # A Deployment's pods are refused, and retried slowly, while their service account is not there.
-        last = [child for child in desired if child["kind"] == "Deployment"]
+        # A binding is refused before its role is there, a Deployment's pods before their service account.
+        last = [child for child in desired if child["kind"] in ("RoleBinding", "Deployment")]
         for group in ([child for child in desired if child not in last], last):
             wanted = [child for child in group if not (blocked and child["kind"] in _WORKLOADS)]
             # Each for itself, side by side: a chain of a dozen answers would be what a change takes.

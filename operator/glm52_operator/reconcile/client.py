@@ -61,6 +61,8 @@ class Api:
         """Asked right before every write but those of the lease: whether this process is still the one that acts."""
         self.on_answer: Callable[[str, Kind, int], None] = lambda verb, kind, code: None
         """Told of every request when it is over; code 0: it did not reach the API server."""
+        self.on_written: Callable[[Kind, Object], None] = lambda kind, obj: None
+        """Told of every object that the API server took."""
 
     @classmethod
     async def connect(cls, identity: str = "") -> Api:
@@ -157,9 +159,7 @@ class Api:
         }
         await self._send("POST", "create", kind, namespace, name, body=body, subresource="eviction")
 
-    async def annotate(
-        self, kind: Kind, namespace: str, name: str, *, uid: str, annotations: dict[str, str]
-    ) -> Object:
+    async def annotate(self, kind: Kind, namespace: str, name: str, *, uid: str, annotations: dict[str, str]) -> Object:
         """Set these annotations and nothing else: of an object that is somebody else's an apply would say too much."""
         body = {"metadata": {"uid": uid, "annotations": annotations}}
         query = [("fieldManager", names.MANAGER)]
@@ -204,6 +204,8 @@ class Api:
             self.on_answer(verb, kind, error.code)
             raise
         self.on_answer(verb, kind, 200)
+        if verb in ("create", "patch") and "resourceVersion" in answer.get("metadata", {}):
+            self.on_written(kind, answer)
         return answer
 
     async def _exchange(

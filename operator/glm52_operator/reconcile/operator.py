@@ -14,6 +14,7 @@ import kopf
 from aiohttp import web
 
 from glm52_operator import names
+from glm52_operator.desired.target import Object
 from glm52_operator.reconcile import watch
 from glm52_operator.reconcile.apply import Applier
 from glm52_operator.reconcile.client import MANAGED_SELECTOR, Api, ApiError
@@ -25,7 +26,7 @@ from glm52_operator.reconcile.lease import Alone, Leadership, Lease
 from glm52_operator.reconcile.listen import Listener, over_http
 from glm52_operator.reconcile.metrics import BROKEN, FAILED, SETTLED, WAITING, Metrics
 from glm52_operator.reconcile.queue import WorkQueue
-from glm52_operator.reconcile.reconciler import Reconciler
+from glm52_operator.reconcile.reconciler import Reconciler, is_complete
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.settings import Settings
 
@@ -40,6 +41,9 @@ WORKER = "worker-"
 
 FIRST_RETRY_SECONDS = 2.0
 
+RELIST_SECONDS = 5.0
+"""After which a list that a watch began anew with is over, and another one shows what is gone."""
+
 
 class Operator:
     def __init__(self, settings: Settings, api: Api) -> None:
@@ -48,7 +52,7 @@ class Operator:
         self.api = api
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(clock)
-        self.health = Health(clock, self.queue, silence_limit=3 * settings.resync_seconds + 60)
+        self.health = Health(clock, self.queue, scoped=bool(settings.namespaces))
         self.metrics = Metrics(self.queue, self.store)
         api.on_answer = self.metrics.answered
         self._http = aiohttp.ClientSession()
@@ -63,7 +67,9 @@ class Operator:
             tally=self.metrics.written,
             listener=self.listener,
         )
-        self._relists = watch.Relists(self.store, scoped=bool(settings.namespaces), restarted=self._restarted)
+        api.on_written = self._written
+        self._relists = watch.Relists(clock, self._restarted, scoped=bool(settings.namespaces))
+        self._listing: dict[Kind, asyncio.Task[None]] = {}
         self.leadership = _leadership(settings, api, clock)
         api.may_write = self.leadership.is_held
         self._leading = asyncio.Event()
@@ -79,11 +85,10 @@ class Operator:
             # A standby lists and watches like the one that acts, so that it can go on at once.
             tasks.append(self._spawn(self._lead(), "lease"))
             if await self._first_list():
-                tasks.append(self._spawn(self._resync(), "resync"))
                 tasks += [self._spawn(self._work(), f"{WORKER}{number}") for number in range(self.settings.workers)]
                 await self._watch()
         finally:
-            await self._finish(tasks)
+            await self._finish([*tasks, *self._listing.values()])
             await self.leadership.release()
             await server.cleanup()
             await self.listener.close()
@@ -130,9 +135,28 @@ class Operator:
         await web.TCPSite(runner, self.settings.health_host, self.settings.health_port).start()
         return runner
 
+    def _written(self, kind: Kind, obj: Object) -> None:
+        if kind in WATCHED:
+            self.health.wrote(kind, obj)
+
     def _restarted(self, kind: Kind) -> None:
-        log.info("the watch of %s began anew with a list", kind.plural)
-        self.metrics.watch_restarts.labels(kind.kind).inc()
+        """Said of every item of a list; one list of our own is enough, and it comes after the last of them."""
+        if kind not in self._listing:
+            log.info("the watch of %s began anew with a list", kind.plural)
+            self.metrics.watch_restarts.labels(kind.kind).inc()
+            self._listing[kind] = self._spawn(self._list_again(kind), f"list-{kind.plural}")
+
+    async def _list_again(self, kind: Kind) -> None:
+        await asyncio.sleep(RELIST_SECONDS)
+        del self._listing[kind]
+        try:
+            concerned = await self._list(kind)
+        except ApiError as error:
+            log.error("%s", _explain(error))
+            self._restarted(kind)
+            return
+        for key in concerned:
+            self.queue.add(key)
 
     def _spawn(self, work: Awaitable[None], name: str) -> asyncio.Task[None]:
         """A task that breaks takes the process down, instead of leaving half an operator."""
@@ -204,37 +228,34 @@ class Operator:
                 self.health.synced = True
                 where = ", ".join(self.settings.namespaces) or "all namespaces"
                 log.info("serving %s; %d deployments", where, len(self.store.deployments()))
-                for key in self.store.deployments():
+                for key in sorted(self.store.deployments(), key=self._is_settled):
                     self.queue.add(key)
                 return True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), FIRST_RETRY_SECONDS)
         return False
 
-    async def _resync(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.resync_seconds)
-            await self._list_all()
+    def _is_settled(self, key: Key) -> bool:
+        """Deployments that changed while no operator ran come first."""
+        resource = self.store.get(DEPLOYMENT_RESOURCE, *key) or {}
+        return is_complete(resource)
 
     async def _list_all(self) -> bool:
         try:
-            concerned: set[Key] = set()
-            for kind in WATCHED:
-                labels = None if kind is DEPLOYMENT_RESOURCE else MANAGED_SELECTOR
-                for namespace in self.settings.scopes:
-                    objects, version = await self.api.list(kind, namespace, labels=labels)
-                    news = self.store.replace(kind, namespace, objects, version)
-                    concerned |= news
-                    if news and self.health.synced:
-                        self.health.listed_news(kind)
+            await asyncio.gather(*(self._list(kind) for kind in WATCHED))
         except ApiError as error:
             log.error("%s", _explain(error))
             return False
-        self.health.progress()
-        if self.health.synced:
-            for key in concerned:
-                self.queue.add(key)
         return True
+
+    async def _list(self, kind: Kind) -> set[Key]:
+        """Replace what is known of a kind; the deployments that are concerned."""
+        concerned: set[Key] = set()
+        labels = None if kind is DEPLOYMENT_RESOURCE else MANAGED_SELECTOR
+        for namespace in self.settings.scopes:
+            objects, version = await self.api.list(kind, namespace, labels=labels)
+            concerned |= self.store.replace(kind, namespace, objects, version)
+        return concerned
 
 
 def _leadership(settings: Settings, api: Api, clock: LoopClock) -> Leadership:

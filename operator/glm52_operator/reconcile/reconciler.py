@@ -91,7 +91,7 @@ class Reconciler:
                 begun = await self.applier.begin(resolved)
                 if not begun.failures:
                     return Result(again=True)
-            applied = await self.applier.apply(resolved, complete=_is_complete(resource))
+            applied = await self.applier.apply(resolved, complete=is_complete(resource))
             await self.recorder.record(resource, map(repaired, applied.repaired))
         failures = applied.failures
         held: dict[Role, str] = {}
@@ -217,7 +217,7 @@ def _lacks_pods(workload: Object) -> bool:
     return bool(current and status.get("replicas", 0) < workload["spec"]["replicas"])
 
 
-def _is_complete(resource: Object) -> bool:
+def is_complete(resource: Object) -> bool:
     """Whether every child was there for the specification as it is."""
     status = resource.get("status", {})
     current = status.get("observedGeneration") == resource["metadata"].get("generation")

@@ -131,17 +131,18 @@ def _key(obj: Object) -> Key:
     return meta["namespace"], meta["name"]
 
 
-def _version(obj: Object) -> int | None:
+def version_of(obj: Object) -> int | None:
+    """An object's resource version; None where it is no number."""
     text = str(obj["metadata"].get("resourceVersion", ""))
     return int(text) if text.isdigit() else None
 
 
 def _newer(obj: Object, known: Object) -> bool:
     """Resource versions of one resource grow; where they are no numbers, the later arrival counts."""
-    new, old = _version(obj), _version(known)
+    new, old = version_of(obj), version_of(known)
     return new is None or old is None or new > old
 
 
 def _after(known: Object, version: str) -> bool:
-    own = _version(known)
+    own = version_of(known)
     return own is not None and version.isdigit() and own > int(version)

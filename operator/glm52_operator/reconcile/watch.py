@@ -13,10 +13,14 @@ from typing import Any
 import kopf
 
 from glm52_operator.reconcile.client import MANAGED_SELECTOR
+from glm52_operator.reconcile.clock import Clock
 from glm52_operator.reconcile.health import Health
 from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED, Kind
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key, Store, owner_key
+
+FIRST_LIST_SECONDS = 10.0
+"""How long the items of a watch's first list may take to come; the operator's own list is as old."""
 
 
 class _NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
@@ -51,10 +55,11 @@ def settings() -> kopf.OperatorSettings:
     # A stop waits that long for kopf to empty its queues; ours is emptied by itself.
     own.queueing.exit_timeout = 0.5
     own.networking.request_timeout = 30
-    # A watch is renewed before proxies cut it silently; bookmarks tell a quiet one from a dead one.
-    own.watching.server_timeout = 240
-    own.watching.client_timeout = 270
-    own.watching.connect_timeout = 10
+    # The server ends each watch, and it goes on from there. One that does not end in time was cut silently: this is how
+    # long it can go unnoticed. Bookmarks come once a minute, which is too seldom to tell.
+    own.watching.server_timeout = 40
+    own.watching.client_timeout = 45
+    own.watching.connect_timeout = 5
     for kind in WATCHED:
         if kind is not DEPLOYMENT_RESOURCE:
             own.watching.label_selectors[_selector(kind)] = MANAGED_SELECTOR
@@ -67,30 +72,30 @@ def _selector(kind: Kind) -> tuple[str, str, str]:
 
 @dataclass(slots=True)
 class Relists:
-    """Notices that a watch began anew with a list, which kopf only logs: an object is listed a second time.
+    """Notices that a watch began anew with a list, which kopf only logs: items of a list come again.
 
-    One object per watch is enough for that. A kind without objects has none, and nothing to lose either.
+    A list does not show what was deleted while the watch was away, so `restarted` is called for another one that does.
     """
 
-    store: Store
-    scoped: bool
-    """Whether every namespace has its own watch."""
+    clock: Clock
     restarted: Callable[[Kind], None]
-    _marked: dict[tuple[Kind, str], Key] = field(default_factory=dict)
+    scoped: bool = False
+    """Whether every namespace has its own watch."""
+    _first: dict[tuple[Kind, str], float] = field(default_factory=dict)
+    """When each watch brought its first object."""
 
     def listed(self, kind: Kind, obj: Any) -> None:
         """An object came as part of a list."""
-        namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
-        stream = kind, namespace if self.scoped else ""
-        marked = self._marked.get(stream)
-        if marked is None:
-            self._marked[stream] = namespace, name
-        elif marked == (namespace, name):
+        if self.clock.now() - self._since(kind, obj) > FIRST_LIST_SECONDS:
             self.restarted(kind)
-        elif self.store.get(kind, *marked) is None:
-            # It was deleted, so a new list cannot show it.
-            self._marked[stream] = namespace, name
-            self.restarted(kind)
+
+    def changed(self, kind: Kind, obj: Any) -> None:
+        """An object came by itself: from now on the watch has something to lose."""
+        self._since(kind, obj)
+
+    def _since(self, kind: Kind, obj: Any) -> float:
+        stream = kind, obj["metadata"]["namespace"] if self.scoped else ""
+        return self._first.setdefault(stream, self.clock.now())
 
 
 def registry(store: Store, queue: WorkQueue[Key], health: Health, relists: Relists) -> kopf.OperatorRegistry:
@@ -106,9 +111,11 @@ def _watch(
     own: kopf.OperatorRegistry, kind: Kind, store: Store, queue: WorkQueue[Key], health: Health, relists: Relists
 ) -> None:
     async def on_event(event: Any, **_: Any) -> None:
-        health.heard(kind)
+        health.heard(kind, event["object"])
         if event.get("type") is None:
             relists.listed(kind, event["object"])
+        else:
+            relists.changed(kind, event["object"])
         handle(kind, event.get("type"), event["object"], store, queue)
 
     kopf.on.event(kind.group, kind.version, kind.plural, registry=own, id=f"watch-{kind.plural}")(on_event)

@@ -149,7 +149,6 @@ def test_the_operators_pod_is_hardened(helm: Helm) -> None:
     [
         ("engineimage=x", "additional properties 'engineimage' not allowed"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
-        ("resyncSeconds=1", "/resyncSeconds"),
         ("replicas=-1", "/replicas"),
         ("watchNamespaces={A}", "/watchNamespaces/0"),
         ("rbac.clusterWide=maybe", "/rbac/clusterWide"),

@@ -160,4 +160,4 @@ def test_a_note_fits_the_api(note: str) -> None:
 
 @pytest.mark.parametrize("reason", ["Paused", "Suspended"])
 def test_what_somebody_wants_so_is_no_warning(reason: str) -> None:
-    assert reasons(status(), broken(reason)) == [("Normal", "NotReady")]
+    assert reasons(status(decode=2), broken(reason)) == [("Normal", "NotReady")]

@@ -221,7 +221,9 @@ class CrashPolicy(_Model):
     model_config = _config(
         **rules(
             Rule(
-                "self.backoffBaseSeconds <= self.backoffMaxSeconds",
+                # An API server checks the default, an empty object, before it fills in what the fields default to.
+                "!has(self.backoffBaseSeconds) || !has(self.backoffMaxSeconds)"
+                " || self.backoffBaseSeconds <= self.backoffMaxSeconds",
                 "crashPolicy.backoffBaseSeconds must be at most crashPolicy.backoffMaxSeconds: the wait before a start "
                 "grows from the one to the other",
                 ".backoffBaseSeconds",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -87,8 +88,9 @@ TWINS: dict[str, Callable[[Any], bool]] = {
     "!has(self.nodePort) || self.type != 'ClusterIP'": lambda service: (
         "nodePort" not in service or service["type"] != "ClusterIP"
     ),
-    "self.backoffBaseSeconds <= self.backoffMaxSeconds": lambda policy: (
-        policy["backoffBaseSeconds"] <= policy["backoffMaxSeconds"]
+    "!has(self.backoffBaseSeconds) || !has(self.backoffMaxSeconds)"
+    " || self.backoffBaseSeconds <= self.backoffMaxSeconds": lambda policy: (
+        policy.get("backoffBaseSeconds", 0) <= policy.get("backoffMaxSeconds", math.inf)
     ),
     f"self.metadata.name.size() <= {names.MAX_NAME}": lambda top: len(top["metadata"]["name"]) <= names.MAX_NAME,
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')": lambda top: (

@@ -106,8 +106,9 @@ def _ending(pod: Pod, container: dict[str, Any], ended: dict[str, Any]) -> Endin
     # The kubelet rounds down to whole seconds, as the API server does.
     asked = (told is not None and time >= told) or str(status.get("reason")) in _SHUTDOWN
     code = ended.get("exitCode")
-    # containerID is missing where the kubelet lost sight of the container.
-    which = ended.get("containerID") or f"{ended.get('finishedAt')}/{container.get('restartCount')}"
+    # containerID is missing where the kubelet lost sight of the container. The count of restarts would not do: it says
+    # how many there were, and not which one ended.
+    which = str(ended.get("containerID") or ended.get("finishedAt"))
     return Ending(
         id=_digest(meta["uid"], container["name"], which),
         pod=name(pod),

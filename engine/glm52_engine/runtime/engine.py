@@ -20,7 +20,7 @@ from glm52_engine.config import Accelerator, KvCacheDtype, RoleConfig
 from glm52_engine.kv import BlockError, prefix_keys
 from glm52_engine.runtime.executor import Executor
 from glm52_engine.runtime.load import load_parts
-from glm52_engine.runtime.rank import Event, Rank, Running, StepLimits
+from glm52_engine.runtime.rank import AnyRank, Event, Rank, Running, StepLimits
 from glm52_engine.runtime.record import EngineStopped, Record
 from glm52_engine.runtime.requests import check_request
 from glm52_engine.runtime.stream import TokenStream
@@ -77,7 +77,7 @@ class LocalEngine:
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
-        self._ranks = [
+        self._ranks: Sequence[AnyRank] = [
             Rank(
                 index,
                 executor,

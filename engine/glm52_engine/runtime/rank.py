@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -112,6 +113,30 @@ class StepLimits:
     least_prefill: int
     vocab_bound: int
     eos_ids: frozenset[int]
+
+
+class AnyRank(Protocol):
+    """A rank as the engine uses it, wherever it computes. Every method is called from the event loop."""
+
+    index: int
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def warm_up(self) -> None: ...
+
+    def start(self) -> None: ...
+
+    def start_sequence(self, sequence: Running) -> None: ...
+
+    def abort(self, key: str) -> None: ...
+
+    def seconds_without_progress(self) -> float: ...
+
+    def stop(self) -> None: ...
 
 
 class Rank:

@@ -94,15 +94,12 @@ def test_an_edit_replaces_pods_drained_and_keeps_floor_and_pairs(chat: Space) ->
     assert (status["upToDate"], status["decode"]["updatedReplicas"]) == ("6/6", 3)
 
 
-def test_a_change_of_decode_alone_leaves_prefill_and_router(chat: Space) -> None:
+def test_a_change_of_decode_alone_leaves_prefill_and_router_and_restart_does_not(chat: Space) -> None:
     prefill, router, decode = (uids(chat, part) for part in ("prefill", "router", "decode"))
     with floors(chat, prefill=2, decode=2) as watched:
         watched.until_ready(generation(chat.edit("chat", decode={"replicas": 3, "maxNumSeqs": 7})))
     assert uids(chat, "decode").isdisjoint(decode)
     assert (uids(chat, "prefill"), uids(chat, "router")) == (prefill, router)
-
-
-def test_restart_replaces_every_pod(chat: Space) -> None:
     before = {part: uids(chat, part) for part in ("prefill", "decode", "router")}
     with floors(chat, prefill=1, decode=2) as watched:
         watched.until_ready(generation(chat.edit("chat", restart="2026-01-02")))

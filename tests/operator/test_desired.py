@@ -138,6 +138,8 @@ def test_a_change_rolls_the_pods_that_read_it_and_no_others(spec: dict[str, Any]
     [
         pytest.param({"image": "engine:2"}, False, id="image"),
         pytest.param({"model": {"preset": "demo"}}, False, id="preset"),
+        pytest.param({"model": {"preset": "tiny", "kvCacheDtype": "bf16"}}, False, id="type of KV"),
+        pytest.param({"accelerator": "nvidia"}, False, id="accelerator"),
         pytest.param({"model": {"path": "/models/a", "volume": {"emptyDir": {}}}}, False, id="checkpoint"),
         pytest.param({"decode": {"ranksPerHost": 2, "hostPoolGiB": 9}, "restart": "x"}, True, id="size"),
         pytest.param({"model": {"preset": "tiny", "maxModelLen": 99}}, True, id="model length"),

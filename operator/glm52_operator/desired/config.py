@@ -69,7 +69,8 @@ def kv_fingerprint(target: Target) -> str:
         "preset": model.preset,
         "path": model.path,
         "volume": model.volume,
-        "kvCacheDtype": model.kv_cache_dtype,
+        # `auto` is another type on another accelerator.
+        "kvCacheDtype": (model.kv_cache_dtype, target.spec.accelerator),
         "block": EngineConfig.model_fields["block_size"].default,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -83,8 +83,10 @@ class DeviceExecutor:
                 check_finite(self.launch(spans).logits)
 
     def enter(self) -> None:
-        if self._device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self._device)
+            # For all that the thread does with what a step gives: another stream would not wait for it.
+            torch.cuda.set_stream(self._stream)
 
     def begin(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
         with self._here():

@@ -117,10 +117,10 @@ def _under_way(pod: Pod, known: Drain | None, heard: Heard | None, now: datetime
     if last is not None:
         outcome, cut_off = _outcome(last)
         drain = replace(drain, outcome=outcome, cut_off=cut_off, in_flight=None)
-    elif heard is not None:
-        drain = replace(drain, in_flight=heard.in_flight)
-    # A second deletion may shorten the grace period.
-    drain = replace(drain, deadline=deadline(pod) or drain.deadline)
+    else:
+        # A second deletion may shorten the grace period; the kubelet's own, of a pod that has ended, shortens nothing.
+        drain = replace(drain, deadline=deadline(pod) or drain.deadline)
+        drain = replace(drain, in_flight=heard.in_flight) if heard is not None else drain
     if now > drain.deadline + KILL_MARGIN:
         return replace(drain, phase=Phase.STUCK)
     over = last is not None or (heard is not None and heard.stopped)

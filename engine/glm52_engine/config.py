@@ -112,6 +112,21 @@ class DiscoveryConfig(_Strict):
     namespace: str
     prefill_service: str
     decode_service: str
+    prefill_hosts: Count = Field(default=1, description="Pods of one prefill replica; its first one takes requests.")
+    decode_hosts: Count = Field(default=1, description="Pods of one decode replica; its first one takes requests.")
+
+    def of(self, role: Role) -> tuple[str, str, int]:
+        """Namespace, Service and hosts of a replica."""
+        if role == "prefill":
+            return self.namespace, self.prefill_service, self.prefill_hosts
+        return self.namespace, self.decode_service, self.decode_hosts
+
+
+def host_index(pod: str, hosts: int) -> int | None:
+    """Which host of its replica a pod is, 0 being the leader: pods of a StatefulSet are numbered, and `hosts`
+    neighbours form a replica. None for a pod without a number."""
+    number = pod.rpartition("-")[2]
+    return int(number) % hosts if number.isascii() and number.isdigit() else None
 
 
 class EngineConfig(_Strict):

@@ -17,6 +17,7 @@ from glm52_engine.sizing import GIB, ROUTER_MEMORY, grace_period_seconds, host_m
 from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.config import engine_config
+from glm52_operator.desired.config import engine_config
 from glm52_operator.desired.pods import quantity
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.plan.quantity import parse_quantity
@@ -170,6 +171,9 @@ def test_replicas_of_several_hosts_are_so_many_pods() -> None:
     assert (sets["chat-decode"]["replicas"], sets["chat-prefill"]["replicas"]) == (12, 1)
     budgets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "PodDisruptionBudget"}
     assert (budgets["chat-decode"]["maxUnavailable"], budgets["chat-router"]["maxUnavailable"]) == (4, 1)
+    found = engine_config(several, "router").discovery
+    assert found is not None
+    assert (found.prefill_hosts, found.decode_hosts) == (1, 4)
 
 
 def test_scaling_does_not_roll_pods() -> None:

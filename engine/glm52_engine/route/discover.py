@@ -43,8 +43,8 @@ async def discover(config: DiscoveryConfig, pools: Pools, on_synced: Callable[[]
 
     async with client.ApiClient() as api_client:
         await asyncio.gather(
-            follow(api_client, config.namespace, config.prefill_service, "prefill", pools, first_list),
-            follow(api_client, config.namespace, config.decode_service, "decode", pools, first_list),
+            follow(api_client, config, "prefill", pools, first_list),
+            follow(api_client, config, "decode", pools, first_list),
         )
 
 
@@ -62,10 +62,11 @@ async def load_cluster_config() -> None:
 
 
 async def follow(
-    client: Any, namespace: str, service: str, role: Role, pools: Pools, on_list: Callable[[Role], None]
+    client: Any, config: DiscoveryConfig, role: Role, pools: Pools, on_list: Callable[[Role], None]
 ) -> None:
     """List, then watch from there; list again after anything unusual. Never polls."""
-    store = SliceStore()
+    namespace, service, hosts = config.of(role)
+    store = SliceStore(hosts)
     pause = RETRY_SECONDS[0]
     while True:
         try:

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from glm52_engine.config import API_PORT
+from glm52_engine.config import API_PORT, host_index
 
 PORT_NAME = "http"
 
 
-def ready_urls(slices: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """URLs of every ready endpoint of a Service's slices. A terminating pod is not ready, whatever its probe says."""
+def ready_urls(slices: Iterable[Mapping[str, Any]], hosts: int = 1) -> frozenset[str]:
+    """URLs of every ready endpoint of a Service's slices. A terminating pod is not ready, whatever its probe says.
+
+    Of a replica of several `hosts` only the leader takes requests. A Service cannot select it: a selector knows no
+    remainders, and a label of its own would come late to a pod that the router then does not find.
+    """
     return frozenset(
         _url(str(endpoint["addresses"][0]), _port(piece))
         for piece in slices
         for endpoint in piece.get("endpoints") or []
-        if endpoint.get("addresses") and _takes_requests(endpoint.get("conditions") or {})
+        if endpoint.get("addresses")
+        and _takes_requests(endpoint.get("conditions") or {})
+        and (hosts == 1 or host_index(str((endpoint.get("targetRef") or {}).get("name")), hosts) == 0)
     )
 
 
@@ -38,7 +44,8 @@ def _url(address: str, port: int) -> str:
 class SliceStore:
     """The slices of one Service, kept up to date by list and watch events."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: int = 1) -> None:
+        self._hosts = hosts
         self._slices: dict[str, Mapping[str, Any]] = {}
         self.version = ""
 
@@ -60,4 +67,4 @@ class SliceStore:
         return True
 
     def urls(self) -> frozenset[str]:
-        return ready_urls(self._slices.values())
+        return ready_urls(self._slices.values(), self._hosts)

@@ -43,6 +43,8 @@ def _discovery(target: Target) -> DiscoveryConfig:
         namespace=target.namespace,
         prefill_service=names.role(target.name, "prefill"),
         decode_service=names.role(target.name, "decode"),
+        prefill_hosts=target.hosts("prefill"),
+        decode_hosts=target.hosts("decode"),
     )
 
 

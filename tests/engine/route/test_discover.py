@@ -12,8 +12,11 @@ import pytest_asyncio
 from aiohttp import web
 from kubernetes.aio import client
 
+from glm52_engine.config import DiscoveryConfig
 from glm52_engine.route import discover
 from glm52_engine.route.pools import Pools
+
+SERVICES = DiscoveryConfig(namespace="ns", prefill_service="chat-prefill", decode_service="chat-decode")
 
 
 def piece(version: int, *addresses: str) -> dict[str, Any]:
@@ -87,7 +90,7 @@ async def following() -> AsyncIterator[Following]:
     configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
     pools = Pools()
     async with client.ApiClient(configuration) as api_client:
-        task = asyncio.create_task(discover.follow(api_client, "ns", "chat-decode", "decode", pools, lambda role: None))
+        task = asyncio.create_task(discover.follow(api_client, SERVICES, "decode", pools, lambda role: None))
         yield Following(server, pools)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -71,3 +71,12 @@ def test_the_store_follows_events() -> None:
     assert store.apply({"type": "DELETED", "object": piece("b")})
     assert store.urls() == frozenset()
     assert not store.apply({"type": "ERROR", "object": {"code": 410}})
+
+
+def pod(name: str, number: int) -> dict[str, Any]:
+    return {**endpoint(f"10.0.0.{number}", ready=True), "targetRef": {"kind": "Pod", "name": name}}
+
+
+def test_of_a_replica_of_several_hosts_the_leader_takes_requests() -> None:
+    found = piece("a", *(pod(f"chat-decode-{n}", n) for n in range(9)), pod("somebody-else", 99), endpoint("10.0.0.98"))
+    assert ready_urls([found], hosts=4) == {f"http://10.0.0.{n}:8000" for n in (0, 4, 8)}

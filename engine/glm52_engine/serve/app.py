@@ -180,7 +180,7 @@ def _prefill_routes(app: FastAPI, pod: Pod) -> None:
 
     @app.get(AGENT_PATH)
     async def agent() -> JSONResponse:
-        return JSONResponse(agent_card(pod.parts().agent).model_dump())
+        return JSONResponse(agent_card(pod.parts().agent.described).model_dump())
 
     @app.post(LEASE_PATH)
     async def lease(request: Request) -> JSONResponse:

@@ -17,7 +17,7 @@ from glm52_engine.serve.limits import Endpoint
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.structured import GrammarCompiler
 from glm52_engine.tokenizer import Tokenizer
-from glm52_engine.transfer.agent import TransferAgent, TransferError
+from glm52_engine.transfer.agent import KvAgent, TransferError
 from glm52_engine.transfer.fingerprint import Fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
 from glm52_engine.transfer.peers import KvMismatch, KvReference, Puller
@@ -32,7 +32,7 @@ class Loaded:
     engine: Engine
     tokenizer: Tokenizer
     grammars: GrammarCompiler
-    agent: TransferAgent
+    agent: KvAgent
     holder: Holder
     puller: Puller
     fingerprint: Fingerprint

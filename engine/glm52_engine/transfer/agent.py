@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from glm52_engine.runtime.types import KvPool
 from glm52_engine.transfer.descriptors import Region, runs
@@ -35,11 +35,25 @@ class TransferError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A remote agent. Its name is new with every start of its process: an old incarnation cannot be mistaken for it."""
+    """An agent and the pools that it has registered: those of the ranks from `first_rank` on. `others`: agents of
+    further hosts of the same replica, for their ranks.
+
+    Its name is new with every start of its process: an old incarnation cannot be mistaken for it.
+    """
 
     name: str
     metadata: bytes
     regions: tuple[Region, ...]
+    first_rank: int = 0
+    others: tuple[Peer, ...] = ()
+
+    def holding(self, rank: int) -> Peer:
+        """The agent that has this rank's pool. Raises ValueError."""
+        for peer in (self, *self.others):
+            if 0 <= rank - peer.first_rank < len(peer.regions):
+                return peer
+        ranks = sum(len(peer.regions) for peer in (self, *self.others))
+        raise ValueError(f"rank {rank} of a peer with {ranks}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +81,28 @@ class _Call:
     done: Future[Any] = field(default_factory=Future)
 
 
+class KvAgent(Protocol):
+    """What serving needs of the agent, or agents, of its ranks."""
+
+    name: str
+    regions: tuple[Region, ...]
+    """Of all ranks of the replica."""
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    def described(self) -> Peer:
+        """As peers need it to read from here."""
+        ...
+
+    def start(self) -> None: ...
+
+    async def pull(self, pull: Pull) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class TransferAgent:
     """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached."""
 
@@ -86,6 +122,11 @@ class TransferAgent:
         self._registered: Any = None
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+
+    @property
+    def described(self) -> Peer:
+        """As peers need it to read from here; after `start`."""
+        return Peer(self.name, self.metadata, self.regions)
 
     def start(self) -> None:
         """Creates the agent and registers every pool once; blocks until that is done."""
@@ -172,19 +213,19 @@ class TransferAgent:
 
     def _post(self, job: _Job) -> None:
         pull = job.pull
-        if not 0 <= pull.remote_rank < len(pull.peer.regions):
-            raise ValueError(f"rank {pull.remote_rank} of a peer with {len(pull.peer.regions)}")
+        peer = pull.peer.holding(pull.remote_rank)
+        region = peer.regions[pull.remote_rank - peer.first_rank]
         merged = runs(pull.remote_ids, pull.local_ids)
-        theirs = pull.peer.regions[pull.remote_rank].spans([(run.remote, run.count) for run in merged])
+        theirs = region.spans([(run.remote, run.count) for run in merged])
         ours = self.regions[pull.local_rank].spans([(run.local, run.count) for run in merged])
-        if pull.peer.name not in self._known:
-            self._nixl.add_remote_agent(pull.peer.metadata)
-            self._known.add(pull.peer.name)
+        if peer.name not in self._known:
+            self._nixl.add_remote_agent(peer.metadata)
+            self._known.add(peer.name)
         job.handle = self._nixl.initialize_xfer(
             "READ",
             self._nixl.get_xfer_descs(ours, "DRAM"),
             self._nixl.get_xfer_descs(theirs, "DRAM"),
-            pull.peer.name,
+            peer.name,
             pull.notice,
         )
         job.bytes = sum(size for _, size, _ in ours)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER
 from glm52_engine.runtime.types import Blocks
-from glm52_engine.transfer.agent import Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.agent import KvAgent, Peer, Pull, TransferError
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.fingerprint import Fingerprint, difference
 from glm52_engine.transfer.hold import TransferCounters, notice
@@ -55,15 +55,27 @@ class AgentCard(_Message):
     name: str
     metadata: str
     regions: list[tuple[int, int, int]]
+    first_rank: int = Field(0, ge=0)
+    others: list[AgentCard] = []
 
     def peer(self) -> Peer:
-        regions = tuple(Region(*region) for region in self.regions)
-        return Peer(self.name, base64.b64decode(self.metadata, validate=True), regions)
+        return Peer(
+            self.name,
+            base64.b64decode(self.metadata, validate=True),
+            tuple(Region(*region) for region in self.regions),
+            self.first_rank,
+            tuple(other.peer() for other in self.others),
+        )
 
 
-def agent_card(agent: TransferAgent) -> AgentCard:
-    regions = [(r.address, r.num_blocks, r.block_bytes) for r in agent.regions]
-    return AgentCard(name=agent.name, metadata=base64.b64encode(agent.metadata).decode(), regions=regions)
+def agent_card(peer: Peer) -> AgentCard:
+    return AgentCard(
+        name=peer.name,
+        metadata=base64.b64encode(peer.metadata).decode(),
+        regions=[(r.address, r.num_blocks, r.block_bytes) for r in peer.regions],
+        first_rank=peer.first_rank,
+        others=[agent_card(other) for other in peer.others],
+    )
 
 
 class LeaseCard(_Message):
@@ -83,7 +95,7 @@ class KvMismatch(TransferError):
 class Puller:
     def __init__(
         self,
-        agent: TransferAgent,
+        agent: KvAgent,
         ours: Fingerprint,
         session: aiohttp.ClientSession,
         counters: TransferCounters,
@@ -147,7 +159,11 @@ class Puller:
             raise TransferError(f"prefill {kv.address} holds other KV for request {request_id} than was said")
         size = len(kv.blocks) * self.agent.regions[into.rank].block_bytes
         local = into.ids[: len(kv.blocks)]
-        pull = Pull(peer, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))
+        try:
+            holding = peer.holding(kv.rank)
+        except ValueError as error:
+            raise TransferError(f"prefill {kv.address} names a place that it does not have: {error}") from error
+        pull = Pull(holding, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))
         try:
             return await self.agent.pull(pull)
         except TransferError:

@@ -31,7 +31,7 @@ _CAUSES: tuple[tuple[str, ...], ...] = (
     ("Forbidden", "QuotaExceeded", "NameTaken", "NamespaceTerminating", "WaitingForDeletion", "PodsRefused"),
     ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable", "ContainerConfigError"),
     ("NoRoom", "Unschedulable", "SchedulingGated"),
-    ("OutOfMemory", "Wedged", "Crashed", "Evicted"),
+    ("StuckTerminating", "CrashLoop", "OutOfMemory", "Wedged", "Crashed", "Evicted"),
     ("Applying", "Starting"),
     ("NotReady", "RollingOut", "Draining"),
 )
@@ -58,6 +58,8 @@ _LOOK = {
     "ContainerConfigError": _DESCRIBE_POD,
     "NoRoom": "kubectl describe nodes",
     "Unschedulable": "kubectl describe nodes",
+    "StuckTerminating": "kubectl -n {ns} get glm52 {name} -o jsonpath='{{.status.drains}}'",
+    "CrashLoop": "kubectl -n {ns} get glm52 {name} -o jsonpath='{{.status.crashes}}'",
     "OutOfMemory": _PREVIOUS,
     "Wedged": _PREVIOUS,
     "Crashed": _PREVIOUS,
@@ -96,6 +98,8 @@ def diagnose(seen: Snapshot) -> list[Finding]:
     found = [*_operator(seen), *_specification(seen), *_nodes(seen)]
     for component in COMPONENTS:
         found += _component(seen, component)
+    told = {finding.reason for finding in found}
+    found += [finding for finding in _alarms(seen) if finding.reason not in told]
     if not found and not seen.said_ready:
         ready = seen.conditions.get("Ready", {})
         found = [_finding(seen, "operator", ready.get("reason") or "OperatorBehind", _SETTLING)]
@@ -147,6 +151,13 @@ def _nodes(seen: Snapshot) -> Iterator[Finding]:
     said = seen.conditions.get("Schedulable", {})
     if said.get("status") == "False" and not (seen.leaving or seen.said_ready):
         yield _finding(seen, "nodes", said["reason"], said["message"])
+
+
+def _alarms(seen: Snapshot) -> Iterator[Finding]:
+    for kind in ("Stalled", "Degraded"):
+        said = seen.conditions.get(kind, {})
+        if said.get("status") == "True" and not (seen.leaving or seen.said_ready):
+            yield _finding(seen, "replicas", said["reason"], said["message"])
 
 
 def _component(seen: Snapshot, component: names.Component) -> list[Finding]:

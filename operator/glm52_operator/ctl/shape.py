@@ -67,6 +67,7 @@ _METADATA = _record(
         "creationTimestamp": _text,
         "deletionTimestamp": _text,
         "labels": _texts,
+        "annotations": _texts,
     },
     name=_UNKNOWN,
     namespace=_UNKNOWN,

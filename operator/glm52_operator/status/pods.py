@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from glm52_engine.config import Outcome, Termination
+from glm52_engine.config import Hold, Outcome, Termination
 from glm52_operator import names
 from glm52_operator.plan.pods import Pod, is_leaving, is_ready, name
 
@@ -33,7 +33,16 @@ def worst(pods: Iterable[Pod]) -> Problem | None:
 
 
 def _rank(reason: str) -> int:
-    order = ["ConfigRefused", "OutOfMemory", "ImagePullBackOff", "ContainerConfigError", "Wedged", "Crashed", "Evicted"]
+    order = [
+        "CrashLoop",
+        "ConfigRefused",
+        "OutOfMemory",
+        "ImagePullBackOff",
+        "ContainerConfigError",
+        "Wedged",
+        "Crashed",
+        "Evicted",
+    ]
     return order.index(reason) if reason in order else len(order)
 
 
@@ -50,6 +59,12 @@ def diagnose(pod: Pod) -> Problem | None:
     scheduling = _unscheduled(pod)
     if scheduling is not None:
         return scheduling
+    if (hold := Hold.decode(_hold(pod))) is not None and hold.until is None:
+        return Problem(
+            "CrashLoop",
+            f"pod {name(pod)} {hold.why} and is not started any more. Look at status.crashes, correct the cause, and "
+            "change the specification to have it tried again.",
+        )
     for container in _containers(status):
         problem = _container_problem(pod, container)
         if problem is not None:
@@ -122,6 +137,10 @@ def _ended(pod: Pod, where: str, ended: dict[str, Any]) -> Problem | None:
         f"{where} ended ({told.outcome.value}, exit code {ended.get('exitCode')}): {told.message}. "
         f"See kubectl logs --previous {name(pod)}.",
     )
+
+
+def _hold(pod: Pod) -> str:
+    return str((pod["metadata"].get("annotations") or {}).get(names.HOLD, ""))
 
 
 def _memory_limit(pod: Pod) -> str:

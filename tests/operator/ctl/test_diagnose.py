@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm52_engine.config import Outcome, Termination
+from glm52_engine.config import Hold, Outcome, Termination
+from glm52_operator import names
 from glm52_operator.ctl.diagnose import diagnose, is_ready, report
 from glm52_operator.ctl.snapshot import COMPONENTS, Snapshot, snapshot
 from glm52_operator.ctl.tree import tree
@@ -25,6 +26,12 @@ UNSCHEDULABLE = {
 REFUSED = Termination(
     outcome=Outcome.CONFIG_REFUSED, role="decode", host="chat-decode-0", message="no config.json in /models/x"
 ).encode()
+
+
+def held() -> dict[str, Any]:
+    made = pod("chat-decode-0", containerStatuses=[{**container("engine"), "ready": False, "started": True}])
+    made["metadata"]["annotations"] = {names.HOLD: Hold(why="crashed 8 times within 3600 s").encode()}
+    return made
 
 
 def decode(**status: Any) -> dict[str, Any]:
@@ -46,6 +53,9 @@ def test_a_deployment_that_serves_has_no_findings() -> None:
             "no config.json in /models/x",
             "logs chat-decode-0",
             id="engine refuses",
+        ),
+        pytest.param(
+            seen(held()), "decode", "CrashLoop", "crashed 8 times within 3600 s", "{.status.crashes}", id="latched"
         ),
         pytest.param(
             seen(decode(containerStatuses=[waiting("ErrImagePull")])),

@@ -104,8 +104,9 @@ def begin(
 class Place:
     """Where a step's rows go: slots int32 [T], cos/sin float32 [T, rope/2], `pool` this layer's MLA rows.
 
-    Row s of the cache is `pool[s]` of the flat view [rows, latent + rope] (or `Fp8Rows` of such views); a block has
-    `block_rows` of them, of which the first `block_size` are tokens of this layer and the rest belong to other layers.
+    Row s of the cache is `pool[s]` of the flat view [rows, latent + rope] (or `Fp8Rows` of such views). Index keys lie
+    in blocks: `key_slots` int32 [T] numbers `block_rows` for each, of which the first `block_size` are tokens. None:
+    both are in one cache, and it is `slots`. -1: the row is written nowhere.
     """
 
     slots: torch.Tensor
@@ -113,6 +114,7 @@ class Place:
     sin: torch.Tensor
     pool: Rows
     block_rows: int
+    key_slots: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def _power(exponent):
 
 @triton.jit
 def _latents(
-    a, slots, cos, sin, q_weight, kv_weight, k_weight, k_bias, q_out, pool, scales, rest, keys, key_scales,
+    a, slots, key_slots, cos, sin, q_weight, kv_weight, k_weight, k_bias, q_out, pool, scales, rest, keys, key_scales,
     head_weights, a_row, a_split, pool_row, scale_row, rest_row, key_block, key_row, key_scale_block, block_rows,
     q_dim, latent, eps, k_eps, head_scale,
     SPLITS: tl.constexpr, ROPE2: tl.constexpr, INDEX: tl.constexpr, HEADS: tl.constexpr, FULL: tl.constexpr,
@@ -202,6 +204,7 @@ def _latents(
         tl.store(into, even.to(rest.dtype.element_ty), pair < kv_real)
         tl.store(into + 1, odd.to(rest.dtype.element_ty), pair < kv_real)
     elif FULL:
+        slot = tl.load(key_slots + row).to(tl.int64)
         d = tl.arange(0, INDEX)
         head = tl.arange(0, HEADS)
         first = tl.zeros((ROPE2,), tl.float32)
@@ -255,7 +258,8 @@ def latents(
     key = no if index is None else index
     keys, key_scales, _ = split_rows(key.keys, 0)
     _latents[(rows, 2 if index is None else 3)](
-        a, place.slots, place.cos, place.sin, norms.q, norms.kv, key.weight, key.bias, q_out, pool, scales, rest,
+        a, place.slots, place.slots if place.key_slots is None else place.key_slots, place.cos, place.sin,
+        norms.q, norms.kv, key.weight, key.bias, q_out, pool, scales, rest,
         keys, key_scales, key.head_weights, a.stride(1), a.stride(0), pool.stride(0), scales.stride(0),
         rest.stride(0), keys.stride(0), keys.stride(1), key_scales.stride(0), place.block_rows,
         q_out.shape[1], latent, eps, K_NORM_EPS, key.head_scale,

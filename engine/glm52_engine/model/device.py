@@ -18,10 +18,12 @@ from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.kernels import index as index_kernels
 from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
+from glm52_engine.kv.hisparse import HotStep
 from glm52_engine.kv.pools import FP8, KvLayout, block_views, mla_rows
 from glm52_engine.model.matrix import Matrix, fused, stacked
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
+from glm52_engine.model.sparse_pool import SparsePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +129,17 @@ class DecodeStep:
     """One decode step for exactly `batch` rows over at most `longest` tokens of context each.
 
     Inputs, on the device, advanced by the step itself: tokens, positions int64 [T]; lengths int32 [T] (context
-    including the row's token); table int32 [T, blocks]; active int32 [] rows that are real.
+    including the row's token); table int32 [T, blocks]; active int32 [] rows that are real; with HiSparse also seats
+    int32 [T], which stay.
 
     Output: chosen int32 [2, T], in pinned memory that the step itself writes to: a copy behind it would stand between
     two steps. Steps take turns with its rows, so that one may begin while the host still reads the other's; `turn` is
     that of the last one.
     """
 
-    def __init__(self, weights: DeviceWeights, pool: DevicePool, *, batch: int, longest: int, vocab_bound: int) -> None:
+    def __init__(
+        self, weights: DeviceWeights, pool: DevicePool | SparsePool, *, batch: int, longest: int, vocab_bound: int
+    ) -> None:
         spec = weights.spec
         self._weights, self._pool, self._vocab_bound = weights, pool, vocab_bound
         device, dtype = weights.embed.device, weights.embed.dtype
@@ -155,6 +160,8 @@ class DecodeStep:
         self.active = torch.full((), batch, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(2, batch, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.turn = torch.zeros((), dtype=torch.int32, device=device)
+        self.seats = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._hot = HotStep(pool.hot, batch) if isinstance(pool, SparsePool) else None
 
         heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         self._frequencies = inverse_frequencies(rope, spec.rope_theta).to(device)
@@ -202,6 +209,8 @@ class DecodeStep:
             self.tokens, self.positions, weights.embed, self._hidden, self._cos, self._sin, self.table, self._slots,
             self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows, turn=self.turn,
         )  # fmt: skip
+        if self._hot is not None:
+            self._hot.begin(self.seats, self._slots, self.active)
         if len(spec.full_layers) % 2:
             self._counts[0].zero_()  # the last full layer of the step before used it and zeroed the other
         counts = self._counts
@@ -217,8 +226,17 @@ class DecodeStep:
         linear_kernels.linear(self._normed, weights.head, self._head)
         logits = self._head[0] if self._head.shape[0] == 1 else self._head.sum(0)
         rows.feed(
-            logits, self.tokens, self.positions, self.lengths, self.chosen, self.active, self.turn, vocab_bound=self._vocab_bound
+            logits,
+            self.tokens,
+            self.positions,
+            self.lengths,
+            self.chosen,
+            self.active,
+            self.turn,
+            vocab_bound=self._vocab_bound,
         )
+        if self._hot is not None:
+            self._hot.end()
         self.logits = logits
 
     def experts_with_rows(self) -> int:
@@ -233,7 +251,8 @@ class DecodeStep:
         if layer.key_norm is not None:
             scale = (spec.index_n_heads * spec.index_head_dim) ** -0.5
             keys = rows.IndexRow(*layer.key_norm, pool.keys[index], self._head_weights, scale)
-        place = rows.Place(self._slots, self._cos, self._sin, pool.mla[index], pool.block_rows)
+        slots = self._slots if self._hot is None else self._hot.newest
+        place = rows.Place(slots, self._cos, self._sin, pool.mla[index], pool.block_rows, self._slots)
         rows.latents(a, self._q_latent, place, rows.Norms(layer.q_norm, layer.kv_norm), keys, eps=LATENT_NORM_EPS)
         linear_kernels.linear(self._q_latent, layer.b.weight, b, scale=layer.b.scale)
         mla.absorb(
@@ -249,16 +268,17 @@ class DecodeStep:
                 self._scores, self.lengths, self.table, self._selected, counts,
                 block_size=pool.block_size, block_rows=pool.block_rows, counted=True,
             )  # fmt: skip
+        selected = self._selected if self._hot is None else self._hot.fetch(index, self._selected)
         scale = spec.qk_head_dim**-0.5
         attended, cache = self._attended, pool.mla[index]
         if self._flash_fp8 is not None:
             attended = self._flash_fp8.attend(
-                self._query, pool.pages[index], self._selected, latent=spec.kv_lora_rank, scale=scale
+                self._query, pool.pages[index], selected, latent=spec.kv_lora_rank, scale=scale
             )
         elif self._flash and isinstance(cache, torch.Tensor):
-            attended = mla.attend_flash(self._query, cache, self._selected, attended, self._flash, scale=scale)
+            attended = mla.attend_flash(self._query, cache, selected, attended, self._flash, scale=scale)
         else:
-            mla.attend(self._query, cache, self._selected, self.lengths, attended, self._work, scale=scale)
+            mla.attend(self._query, cache, selected, self.lengths, attended, self._work, scale=scale)
         mla.expand(attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
         linear_kernels.linear(self._values.flatten(1), layer.o.weight, self._o, scale=layer.o.scale)
 

@@ -1,0 +1,52 @@
+"""KV of one rank on a GPU with HiSparse: index keys of whole contexts, MLA rows only in the seats' hot buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from glm52_engine.checkpoint.config import ModelSpec
+from glm52_engine.kernels import mla
+from glm52_engine.kernels.residency import HostRows
+from glm52_engine.kv.hisparse import HotPool, layer_groups
+from glm52_engine.kv.pools import FP8, Pool, block_views, mla_rows
+
+
+class SparsePool:
+    """What a decode step takes in place of a `DevicePool`; the MLA rows are those of `pool`, in pinned host memory.
+
+    Blocks have the host's numbers, and here `block_rows` is `block_size`: a token's KV slot counts tokens. `mla[layer]`
+    is the flat view of the layer's hot rows, `keys` and `pages` are as in `DevicePool`.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, pool: Pool, *, seats: int, rows: int, device: str, debug: bool = False,
+        form: ModuleType | None = None,
+    ) -> None:  # fmt: skip
+        self.layout = layout = pool.layout
+        self.blocks, self.block_size, self.block_rows = pool.num_blocks, layout.block_size, layout.block_size
+        self.hot = HotPool(
+            HostRows(pool.tensor, layout.block_size, layout.mla_row_bytes), layer_groups(spec.indexer_types),
+            seats=seats, top_k=spec.index_topk, rows=rows, device=device, debug=debug, form=form,
+        )  # fmt: skip
+        self.mla = [mla_rows(layout, self.hot.rows(layer)) for layer in range(layout.layers)]
+        self.pages: list[torch.Tensor] = []
+        if layout.dtype == FP8:
+            shape = (-1, mla.FLASH_PAGE, 1, layout.mla_row_bytes)
+            self.pages = [self.hot.rows(layer).view(shape) for layer in range(layout.layers)]
+        only_keys = dataclasses.replace(layout, layers=0)
+        self._keys = torch.zeros(pool.num_blocks, only_keys.block_bytes, dtype=torch.uint8, device=device)
+        self.keys = block_views(only_keys, self._keys)[1]
+        first = layout.layers * layout.block_size * layout.mla_row_bytes
+        self._host_keys = pool.tensor[:, first : first + layout.block_size * only_keys.token_bytes]
+
+    def begin(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
+        """A sequence takes the seat and the blocks; the KV of its first `arrived` tokens is in the host pool."""
+        self.hot.assign(seat, blocks, arrived=arrived)
+        width = self._host_keys.shape[1]
+        for block in blocks[: -(-arrived // self.block_size)]:
+            # Block by block: a copy of several would be one with gaps, which PyTorch closes on the host first.
+            self._keys[block, :width].copy_(self._host_keys[block], non_blocking=True)

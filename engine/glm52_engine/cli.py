@@ -9,7 +9,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from glm52_engine.config import API_PORT, CONFIG_PATH, INTERNAL_TOKEN_PATH, ConfigError, KvCacheDtype, Outcome, Preset
+from glm52_engine.config import (
+    API_PORT,
+    CONFIG_PATH,
+    INTERNAL_TOKEN_PATH,
+    Accelerator,
+    ConfigError,
+    KvCacheDtype,
+    Outcome,
+    Preset,
+)
 from glm52_engine.config import EXIT_CODES as CODES
 from glm52_engine.ranks.spans import RANK_PORT
 from glm52_engine.sizing import PROPAGATION_SECONDS
@@ -126,6 +135,7 @@ def _add_local(commands: Any) -> None:
         help="how KV is stored; auto is the checkpoint's dtype (%(default)s)",
     )
     command.add_argument("--name", default="glm-5.2", help="name of the model (%(default)s)")
+    command.add_argument("--accelerator", default="cpu", choices=get_args(Accelerator), help="(%(default)s)")
     command.set_defaults(run=_local)
 
 
@@ -234,6 +244,7 @@ def _local(args: argparse.Namespace) -> int:
             decode=args.decode,
             max_model_len=args.max_model_len,
             kv_cache_dtype=args.kv_cache_dtype,
+            accelerator=args.accelerator,
             name=args.name,
         )
     )

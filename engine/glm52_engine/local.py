@@ -22,6 +22,7 @@ from pathlib import Path
 from glm52_engine.config import (
     READYZ,
     STARTUPZ,
+    Accelerator,
     ConfigError,
     DrainConfig,
     EngineConfig,
@@ -50,6 +51,7 @@ class LocalOptions:
     max_model_len: int
     kv_cache_dtype: KvCacheDtype
     name: str
+    accelerator: Accelerator
 
 
 @dataclass(slots=True)
@@ -136,7 +138,9 @@ class Local:
         return out
 
     def _write_config(self, model: Path) -> None:
-        role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=SEATS)
+        # All processes share the first GPU.
+        share = max(1, 90 // (self.options.prefill + self.options.decode))
+        role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=SEATS, gpu_memory_percent=share)
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         config = EngineConfig(
             model=ModelConfig(
@@ -149,6 +153,7 @@ class Local:
             prefill=role,
             decode=role,
             drain=DrainConfig(window_seconds=WINDOW_SECONDS),
+            accelerator=self.options.accelerator,
         )
         (self.folder / "config.json").write_text(config.model_dump_json())
         token = self.folder / "token"

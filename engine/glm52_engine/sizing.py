@@ -22,8 +22,8 @@ RANK_OVERHEAD = 256 * MIB
 """Per rank: step buffers, logits of one step, block tables."""
 
 GPU_OVERHEAD = 1 * GIB
-"""Per rank on a GPU: the driver's memory on the host, compiled kernels, pinned buffers. A whole process with one rank on
-an H200 took 1.27 GiB beside its pool."""
+"""Per rank on a GPU: the driver's memory on the host, compiled kernels, pinned buffers. A whole process with one rank
+on an H200 took 1.27 GiB beside its pool."""
 
 ROUTER_MEMORY = 512 * MIB
 """Of a router pod."""
@@ -41,6 +41,10 @@ SHUTDOWN_MARGIN_SECONDS = 15
 
 START_SECONDS = 120
 """Import, connect, first forward: what a start takes beside reading weights and touching the pool."""
+
+GPU_START_SECONDS = 300
+"""More on a GPU: kernels are compiled and steps captured for every bucket. Five buckets of a small model took 34 s; a
+large one has twice as many, and a cache of compiled kernels begins empty in a new pod."""
 
 LOAD_SECONDS_PER_GIB = 5
 """Reading weights: 0.2 GiB/s is a slow network volume."""
@@ -103,10 +107,11 @@ def grace_period_seconds(role: RoleConfig, drain: DrainConfig) -> int:
     return PROPAGATION_SECONDS + drain.window_seconds + unpin_seconds(role) + SHUTDOWN_MARGIN_SECONDS
 
 
-def startup_budget_seconds(role: RoleConfig, *, weights_gib: int) -> int:
+def startup_budget_seconds(role: RoleConfig, *, weights_gib: int, accelerator: Accelerator) -> int:
     """Seconds a start may take before the startup probe gives up: base + reading weights + touching the pools."""
     pools = role.ranks_per_host * role.host_pool_gib
-    return START_SECONDS + LOAD_SECONDS_PER_GIB * weights_gib + pools
+    base = START_SECONDS + (0 if accelerator == "cpu" else GPU_START_SECONDS)
+    return base + LOAD_SECONDS_PER_GIB * weights_gib + pools
 
 
 def kv_token_bytes(*, layers: int, mla_row: int, full_layers: int, index_row: int) -> int:

@@ -197,7 +197,9 @@ def test_memory_and_budgets_come_from_the_contract() -> None:
     assert "cpu" not in resources["limits"]
     assert pod["terminationGracePeriodSeconds"] == grace_period_seconds(role, chosen.drain_config)
     probe = pod["containers"][0]["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= startup_budget_seconds(role, weights_gib=3)
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= startup_budget_seconds(
+        role, weights_gib=3, accelerator="cpu"
+    )
 
 
 def test_on_gpus_every_rank_of_a_pod_has_one_and_weights_are_not_in_host_memory() -> None:
@@ -217,6 +219,8 @@ def test_on_gpus_every_rank_of_a_pod_has_one_and_weights_are_not_in_host_memory(
     assert decode.accelerator == "nvidia"
     assert decode.decode is not None
     assert (decode.decode.gpu_memory_percent, decode.decode.launch_ahead) == (80, False)
+    probe, other = (engine(**each)["containers"][0]["startupProbe"] for each in (spec, {**spec, "accelerator": "cpu"}))
+    assert probe["failureThreshold"] > other["failureThreshold"], "kernels are compiled at the start"
     assert "nvidia.com/gpu" not in engine()["containers"][0]["resources"]["limits"]
 
 

@@ -39,7 +39,9 @@ def make_replica(
         terms=terms,
         secret=read_token(str(token_file)).sent,
         load=lambda: load_host(config, role, measures, plan.local, terms.world, phases, say),
-        connect_seconds=startup_budget_seconds(own, weights_gib=config.model.weights_gib),
+        connect_seconds=startup_budget_seconds(
+            own, weights_gib=config.model.weights_gib, accelerator=config.accelerator
+        ),
         launch_ahead=(own.launch_ahead and config.accelerator != "cpu") if launch_ahead is None else launch_ahead,
         debug=debug,
     )

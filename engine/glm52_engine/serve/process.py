@@ -176,7 +176,9 @@ class Process:
 
     def _start_budget(self) -> int:
         role = self.config.role(self.options.role)
-        return startup_budget_seconds(role, weights_gib=self.config.model.weights_gib)
+        return startup_budget_seconds(
+            role, weights_gib=self.config.model.weights_gib, accelerator=self.config.accelerator
+        )
 
     async def _loaded(self) -> Loaded:
         loop = asyncio.get_running_loop()

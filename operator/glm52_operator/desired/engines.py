@@ -52,7 +52,9 @@ def _pod(target: Target, role: Role) -> Object:
 
 def _engine(target: Target, role: Role) -> Object:
     config = target.role_config(role)
-    budget = startup_budget_seconds(config, weights_gib=target.spec.model.weights_gib)
+    budget = startup_budget_seconds(
+        config, weights_gib=target.spec.model.weights_gib, accelerator=target.spec.accelerator
+    )
     return pods.container(
         CONTAINER,
         target.image,

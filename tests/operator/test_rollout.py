@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 
 import pytest
 
@@ -10,9 +11,11 @@ from glm52_engine.config import Role
 from glm52_operator import names
 from glm52_operator.plan.rollout import Plan, State, leaders, preview
 from glm52_operator.plan.rollout.replicas import ordinal_of
-from tests.operator.builders import target
+from glm52_operator.status.compute import Observed, compute
+from tests.operator.builders import pod, resource, stateful_set, target
 from tests.operator.simulated import Revision, SimCluster
 
+NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
 SAME = Revision("r1", "a")
 OTHER = Revision("r1", "b")
 BROKEN = Revision("r1", "b", broken=True)
@@ -91,8 +94,8 @@ def test_taking_a_broken_edit_back_heals_by_itself() -> None:
 def test_many_that_falter_at_once_are_not_replaced_at_once() -> None:
     cluster = SimCluster.running(2, 4)
     cluster.edit(SAME, "decode")
-    for pod in cluster.sets["decode"].pods.values():
-        pod.ready = False
+    for one in cluster.sets["decode"].pods.values():
+        one.ready = False
     assert chosen(cluster.step()) == [("decode", 0)]
     assert chosen(cluster.step()) == []
 
@@ -245,3 +248,13 @@ def test_leaders_are_one_pod_of_each_replica() -> None:
     several = dataclasses.replace(target(decode={"replicas": 3}), hosts_per_replica={"decode": 8})
     assert leaders(several, "decode").endswith(",apps.kubernetes.io/pod-index in (0,8,16)")
     assert leaders(several, "prefill") == names.selector_text("chat", "prefill")
+
+
+def test_the_status_counts_replicas_and_not_their_hosts() -> None:
+    several = dataclasses.replace(target(decode={"replicas": 2}), hosts_per_replica={"decode": 2})
+    pods = [pod(f"chat-decode-{n}", ready=n != 3, containerStatuses=[{"name": "e", "started": True}]) for n in range(4)]
+    seen = Observed(workloads={"decode": stateful_set(4, ready=3, updated=4)}, pods={"decode": pods})
+    status = compute(resource(), several, seen, None, now=NOW)["decode"]
+    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (2, 1, 2)
+    assert status["ready"] == "1/2"
+    assert status["selector"].endswith("pod-index in (0,2)")

@@ -258,8 +258,8 @@ class Rollout(_Model):
         default=1,
         ge=1,
         le=1000,
-        description="Most replicas of one role that a rollout leaves without service at a time; those that are missing "
-        "for other reasons count. A role of one replica has none meanwhile.",
+        description="Most replicas of one role that rollouts and node drains leave without service at a time; those "
+        "that are missing for other reasons count. A role of one replica has none meanwhile.",
     )
     paused: bool = Field(
         default=False,

@@ -7,7 +7,7 @@ change of scale or a new operator process in the middle needs no case of its own
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from glm52_engine.config import Role
@@ -159,12 +159,20 @@ def _next(boards: tuple[_Board, _Board], policy: Policy, *, last_resort: bool) -
         if len(own.slots) - own.count(State.SERVING) >= policy.max_unavailable:
             continue
         # Lowest first: scaling down takes the highest, and what remains then is newest.
-        for slot in own.outdated(State.SERVING):
+        for slot in _one_of_each_kv(own.outdated(State.SERVING)):
             if not _keeps_step(own, other, slot):
                 continue
             if _keeps_pair(own, other, slot) or (last_resort and _gap_is_short(own, other)):
                 return own.take(slot)
     return None
+
+
+def _one_of_each_kv(slots: Iterable[_Slot]) -> Iterable[_Slot]:
+    """The first of each: whether one may go depends on nothing else, and a role may have a thousand."""
+    firsts: dict[str | None, _Slot] = {}
+    for slot in slots:
+        firsts.setdefault(slot.kv, slot)
+    return firsts.values()
 
 
 def _way(board: _Board) -> float:

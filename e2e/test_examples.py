@@ -14,10 +14,11 @@ pytestmark = pytest.mark.cluster
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FILES = sorted(EXAMPLES.glob("*.yaml"))
 NEEDS_A_CHECKPOINT = {"checkpoint-on-pvc.yaml"}
+NEEDS_GPUS = {"gpus.yaml"}
 
 
 def test_there_are_examples() -> None:
-    assert {"tiny.yaml", "two-ranks.yaml", *NEEDS_A_CHECKPOINT} <= {f.name for f in FILES}
+    assert {"tiny.yaml", "two-ranks.yaml", *NEEDS_A_CHECKPOINT, *NEEDS_GPUS} <= {f.name for f in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
@@ -34,6 +35,13 @@ def test_an_example_applies(kubectl: Kubectl, file: Path) -> None:
                 "the missing checkpoint is named",
                 lambda: "/models/glm-5.2/" in condition(kube.get("glm52", name), "PrefillReady").get("message", ""),
                 timeout=150,
+                last=lambda: (kube.get("glm52", name) or {}).get("status"),
+            )
+        elif file.name in NEEDS_GPUS:
+            until(
+                "the missing GPUs are named",
+                lambda: "nvidia.com/gpu" in condition(kube.get("glm52", name), "Schedulable").get("message", ""),
+                timeout=60,
                 last=lambda: (kube.get("glm52", name) or {}).get("status"),
             )
         else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from glm52_engine.config import Role
 from glm52_engine.sizing import (
+    GPU_START_SECONDS,
     LOAD_SECONDS_PER_GIB,
     PROPAGATION_SECONDS,
     SHUTDOWN_MARGIN_SECONDS,
@@ -135,7 +136,8 @@ def _probes(container: Object) -> tuple[Object, Object]:
 def _startup_sum(target: Target, role: Role) -> str:
     config, weights = target.role_config(role), target.spec.model.weights_gib
     pools = config.ranks_per_host * config.host_pool_gib
-    return f"{START_SECONDS} base + {LOAD_SECONDS_PER_GIB} × {weights} GiB of weights + {pools} GiB of pools"
+    kernels = "" if target.spec.accelerator == "cpu" else f" + {GPU_START_SECONDS} kernels"
+    return f"{START_SECONDS} base{kernels} + {LOAD_SECONDS_PER_GIB} × {weights} GiB of weights + {pools} GiB of pools"
 
 
 def _grace_sum(target: Target, component: names.Component) -> str:

@@ -234,7 +234,7 @@ def test_only_pods_of_the_set_have_a_number(pod: str, ordinal: int | None) -> No
 def test_a_preview_plays_the_planner_through() -> None:
     chosen = target(prefill={"replicas": 4}, decode={"replicas": 8}, rollout={"maxUnavailable": 2})
     steps = [[(r.role, r.replica) for r in step] for step in preview(chosen, new_kv=True)]
-    assert set(steps[0]) == {("prefill", 0), ("decode", 0), ("decode", 1)}
+    assert set(steps[0]) == {("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 1)}
     assert len(steps) == 4
     assert sorted(one for step in steps for one in step) == sorted(
         [*(("prefill", n) for n in range(4)), *(("decode", n) for n in range(8))]

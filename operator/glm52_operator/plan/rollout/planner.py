@@ -160,7 +160,7 @@ def _next(boards: tuple[_Board, _Board], policy: Policy, *, last_resort: bool) -
             continue
         # Lowest first: scaling down takes the highest, and what remains then is newest.
         for slot in _one_of_each_kv(own.outdated(State.SERVING)):
-            if not _keeps_step(own, other, slot):
+            if not _keeps_step(own, other, slot, policy):
                 continue
             if _keeps_pair(own, other, slot) or (last_resort and _gap_is_short(own, other)):
                 return own.take(slot)
@@ -179,14 +179,14 @@ def _way(board: _Board) -> float:
     return (sum(slot.newest for slot in board.slots) + 0.5) / max(1, len(board.slots))
 
 
-def _keeps_step(own: _Board, other: _Board, slot: _Slot) -> bool:
+def _keeps_step(own: _Board, other: _Board, slot: _Slot, policy: Policy) -> bool:
     """Whether the roles advance together: what one has ready in a new KV is of no use without the other's."""
     if slot.kv == own.view.kv or not other.slots:
         return True
     here, there = len(own.slots), len(other.slots)
     follows = other.serving()[own.view.kv] * here // there
-    # As many as one replica there is worth may go ahead of it, but never more than half of the role.
-    ahead = min(-(-here // there), max(1, here // 2))
+    # What one replica there is worth may go ahead of it, or what may be absent anyway, but never more than half.
+    ahead = min(max(-(-here // there), policy.max_unavailable), max(1, here // 2))
     return own.converted < follows + ahead
 
 

@@ -9,9 +9,12 @@ from functools import partial
 import pytest
 
 from e2e.controlplane.client import Object
-from e2e.controlplane.operator import Process
+from e2e.controlplane.operator import Installed, Process
 from e2e.controlplane.space import Space, deployment
 from e2e.controlplane.standin import Kubelets, Life
+from glm52_operator.desired.children import build
+from glm52_operator.desired.target import Target
+from glm52_operator.plan.resolve import resolve
 
 pytestmark = pytest.mark.integration
 
@@ -44,7 +47,7 @@ class Watched:
         kvs = []
         for role, floor in self.floors.items():
             found = serving(self.space, role)
-            kvs.append({pod["metadata"]["labels"][KV] for pod in found})
+            kvs.append({pod["metadata"]["labels"].get(KV) for pod in found})
             if len(found) < floor:
                 self.broken.append(f"{len(found)} {role} pods serve, {floor} have to")
         if not set.intersection(*kvs):
@@ -178,3 +181,30 @@ def _others(space: Space, known: set[str]) -> bool:
 def _said(space: Space) -> str:
     status = (space.seen("GLM52Deployment", "chat") or {}).get("status", {})
     return " ".join(c["message"] for c in status.get("conditions", []))
+
+
+def test_children_of_an_operator_before_are_taken_over_without_a_gap(
+    space: Space, kubelets: Kubelets, installed: Installed
+) -> None:
+    kubelets.live(LIFE, space.name)
+    made = space.apply(deployment("chat", image="engine:1", prefill={"replicas": 2}, decode={"replicas": 2}))
+    resolved = resolve(made, None)
+    assert isinstance(resolved, Target)
+    for child in build(resolved):
+        if child["kind"] == "StatefulSet":
+            # As that operator made them: updated by their controller, configured by a ConfigMap.
+            child["spec"]["updateStrategy"] = {"type": "RollingUpdate"}
+            template = child["spec"]["template"]
+            template["metadata"]["annotations"] = {"glm52.dev/config-hash": "0"}
+            del template["metadata"]["labels"][KV]
+            template["spec"]["volumes"][0] = {"name": "config", "configMap": {"name": "chat-engine"}}
+        space.cluster.apply(child, manager="glm52-operator", force="true")
+    space.until("the pods serve", lambda: len(serving(space, "decode")) == len(serving(space, "prefill")) == 2)
+    installed.start()
+    with floors(space, prefill=1, decode=1) as watched:
+        watched.until_ready(generation(made))
+    for role in ("prefill", "decode"):
+        workload = space.get("StatefulSet", f"chat-{role}") or {}
+        assert workload["spec"]["updateStrategy"] == {"type": "OnDelete"}
+        assert "configMap" not in str(workload["spec"]["template"])
+        assert all(KV in pod["metadata"]["labels"] for pod in space.pods("chat", role).values())

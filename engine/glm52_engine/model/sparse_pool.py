@@ -12,7 +12,15 @@ from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kernels import mla
 from glm52_engine.kernels.residency import HostRows
 from glm52_engine.kv.hisparse import HotPool, layer_groups
-from glm52_engine.kv.pools import FP8, Pool, block_views, mla_rows
+from glm52_engine.kv.pools import FP8, KvLayout, Pool, block_views, mla_rows
+
+
+def device_bytes(layout: KvLayout, *, blocks: int, seats: int, rows: int) -> int:
+    """What a `SparsePool` takes of a device: index keys and their residency by block, hot buffers by seat."""
+    full = len(layout.full_layers)
+    by_token = layout.block_size * full * 2
+    by_row = layout.layers * layout.mla_row_bytes + full * (4 + 2)
+    return blocks * (_only_keys(layout).block_bytes + by_token) + (seats + 1) * (rows + 1) * by_row
 
 
 class SparsePool:
@@ -37,7 +45,7 @@ class SparsePool:
         if layout.dtype == FP8:
             shape = (-1, mla.FLASH_PAGE, 1, layout.mla_row_bytes)
             self.pages = [self.hot.rows(layer).view(shape) for layer in range(layout.layers)]
-        only_keys = dataclasses.replace(layout, layers=0)
+        only_keys = _only_keys(layout)
         self._keys = torch.zeros(pool.num_blocks, only_keys.block_bytes, dtype=torch.uint8, device=device)
         self.keys = block_views(only_keys, self._keys)[1]
         first = layout.layers * layout.block_size * layout.mla_row_bytes
@@ -50,3 +58,8 @@ class SparsePool:
         for block in blocks[: -(-arrived // self.block_size)]:
             # Block by block: a copy of several would be one with gaps, which PyTorch closes on the host first.
             self._keys[block, :width].copy_(self._host_keys[block], non_blocking=True)
+
+
+def _only_keys(layout: KvLayout) -> KvLayout:
+    """The same without MLA rows."""
+    return dataclasses.replace(layout, layers=0)

@@ -12,6 +12,7 @@ import torch
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
 from glm52_engine.config import Accelerator, ConfigError, KvCacheDtype, RoleConfig
 from glm52_engine.kv.hisparse import MOST_ROWS
+from glm52_engine.kv.pinning import check_memlock
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.model.cache import HotCache
@@ -66,7 +67,7 @@ def measure(
 ) -> Measures:
     """Raises ConfigError where checkpoint, tokenizer and configuration do not fit each other."""
     spec = read_model_spec(path)
-    kv = KvLayout.of(spec, block_size, kv_cache_dtype)
+    kv = KvLayout.of(spec, block_size, _stored_as(kv_cache_dtype, accelerator))
     blocks = pool_blocks(role.host_pool_gib * GIB, block_bytes=kv.block_bytes)
     _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
     bound = decodable_bound(path) if vocab_bound is None else vocab_bound
@@ -76,6 +77,11 @@ def measure(
     budget = step_tokens or STEP_TOKENS[accelerator]
     step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
     return Measures(spec, kv, limits, step, _hot_rows(path, spec, role))
+
+
+def _stored_as(kv_cache_dtype: KvCacheDtype, accelerator: Accelerator) -> KvCacheDtype:
+    """GPUs compute in bfloat16 whatever the checkpoint's dtype is, and `auto` is what they compute in."""
+    return "bf16" if (kv_cache_dtype, accelerator) == ("auto", "nvidia") else kv_cache_dtype
 
 
 def load_parts(
@@ -152,9 +158,8 @@ def _on_gpus(
     spec, kv, limits, step = measures.spec, measures.kv, measures.limits, measures.step
     from glm52_engine.runtime.device import gpus
 
-    if measures.hot_rows is not None:
-        raise ConfigError("hi_sparse: the GPU's decode step does not use it yet: leave it out")
     gpus.check_count(role.ranks_per_host)
+    check_memlock(role.ranks_per_host * limits.blocks * kv.block_bytes)
     executors: list[Executor] = []
     contract: dict[str, str | int] = {}
     for rank in range(role.ranks_per_host):
@@ -164,9 +169,10 @@ def _on_gpus(
             path, spec, device=gpus.device(rank), fp8="keep", on_progress=ProgressLines(said, on_phase)
         )
         contract = kv_contract(kv, weights)
-        on_phase(f"pinning the pool of rank {rank}")
-        pool = _pool(kv, limits, rank)
-        executors.append(gpus.executor(rank, spec, weights, pool, role, limits, step))
+        said = f"pinning the pool of rank {rank}"
+        on_phase(said)
+        pool, unpin = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
+        executors.append(gpus.executor(rank, spec, weights, pool, role, limits, step, unpin, measures.hot_rows))
     return executors, contract
 
 

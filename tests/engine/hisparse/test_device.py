@@ -11,10 +11,10 @@ import torch
 from glm52_engine.checkpoint import load_weights, read_model_spec
 from glm52_engine.config import KvCacheDtype
 from glm52_engine.kernels import hisparse, linear, residency
-from glm52_engine.kv import Pool
+from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Span
 from glm52_engine.model.device import DecodeStep, DeviceWeights, device_weights
-from glm52_engine.model.sparse_pool import SparsePool
+from glm52_engine.model.sparse_pool import SparsePool, device_bytes
 from tests.engine.checkpoint.support import fp8, quantized, random_tensors, write
 from tests.engine.kernels.test_steps import BLOCK, CONFIG
 from tests.engine.model import support
@@ -88,3 +88,15 @@ def test_decode_reads_whole_contexts_through_hot_buffers(
                 assert (new.view(torch.float32) - old.view(torch.float32)).abs().max() < 1e-4
             else:
                 assert (new == old).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(("blocks", "seats", "rows"), [(10, 3, 8), (40, 1, 20)])
+def test_bytes_on_the_device(weights: DeviceWeights, blocks: int, seats: int, rows: int) -> None:
+    layout = KvLayout.of(weights.spec, BLOCK)
+    pool = SparsePool(weights.spec, Pool(layout, blocks), seats=seats, rows=rows, device="cpu")
+    residency = pool.hot.residency
+    taken = (residency.owner, residency.order, residency.where, pool.hot.hot, pool._keys)
+    found = sum(tensor.nbytes for tensor in taken)
+    counted = device_bytes(layout, blocks=blocks, seats=seats, rows=rows)
+    # A layer's hot rows are rounded up to whole pages; the spare seat has none.
+    assert abs(found - counted) <= layout.layers * layout.mla_row_bytes * (64 + rows + 1)

@@ -1,7 +1,7 @@
 """An engine whose ranks run the GPU's steps, against one that runs the plain model: the same tokens, the same KV.
 
-Without a GPU the kernels run in Triton's interpreter, one after the other; graphs, streams and pinned memory are a GPU's
-own and are checked there, by the same tests.
+Without a GPU the kernels run in Triton's interpreter, one after the other; graphs, streams and pinned memory are a
+GPU's own and are checked there, by the same tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from glm52_engine.checkpoint import load_weights, read_model_spec
 from glm52_engine.kv import KvLayout, Pool
@@ -40,7 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(checkpoint: Path, device: str | None, **options: Any) -> Iterator[LocalEngine]:
+def running(
+    checkpoint: Path, device: str | None, *, hot_rows: int | None = None, **options: Any
+) -> Iterator[LocalEngine]:
     """On a device, or the plain model where None; a chunk of a prompt has at most 12 rows."""
     spec = read_model_spec(checkpoint)
     weights = load_weights(checkpoint, spec)
@@ -61,6 +62,8 @@ def running(checkpoint: Path, device: str | None, **options: Any) -> Iterator[Lo
             blocks_per_seat=seat,
             vocab_bound=300,
             step_tokens=12,
+            hot_rows=hot_rows,
+            debug=hot_rows is not None,
         )
     engine = LocalEngine(
         [executor],
@@ -81,7 +84,7 @@ async def answers(checkpoint: Path, source: str | None, target: str | None, **op
     """Of prompts below and above index_topk, of one token, of a shared prefix; greedy, and drawn."""
     shared = tuple(prompt(13, seed=1))
     together = [greedy("one", tuple(prompt(1)), 4), greedy("short", tuple(prompt(3)), 4), greedy("long", shared, 4)]
-    later = greedy("again", shared[:9] + (7, 8), 3, temperature=0.9, seed=4)
+    later = greedy("again", (*shared[:9], 7, 8), 3, temperature=0.9, seed=4)
     with running(checkpoint, source) as prefill, running(checkpoint, target, **options) as decode:
         found = await asyncio.gather(*(generate(prefill, decode, request) for request in together))
         found.append(await generate(prefill, decode, later))
@@ -108,3 +111,10 @@ async def test_prefill_and_decode_on_the_device_or_not(
     on = {True: device, False: None}
     found = ids(await answers(checkpoint, on[source], on[target], launch_ahead=target))
     assert found == truth
+
+
+async def test_decode_with_hot_buffers(checkpoint: Path, truth: list[list[int]], device: str) -> None:
+    """Contexts in host memory, two rows to spare beside a selection: evictions in nearly every step."""
+    top_k = read_model_spec(checkpoint).index_topk
+    found = await answers(checkpoint, None, device, launch_ahead=True, hot_rows=top_k + 2)
+    assert ids(found) == truth

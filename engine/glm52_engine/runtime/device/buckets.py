@@ -66,6 +66,7 @@ class Bucket:
         step.tokens.copy_(self._taken[0])
         step.positions.copy_(self._taken[1])
         step.lengths.copy_(self._taken[1] + 1)
+        step.seats.copy_(self._taken[2])
         step.table.copy_(tables[self._taken[2], : step.table.shape[1]])
         step.active.fill_(count)
 

@@ -12,6 +12,7 @@ import torch
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
 from glm52_engine.model.prefill import Prefill
+from glm52_engine.model.sparse_pool import SparsePool
 from glm52_engine.model.step import Span
 from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes
 from glm52_engine.runtime.device.mirror import Mirror
@@ -48,8 +49,13 @@ class DeviceExecutor:
         vocab_bound: int,
         step_tokens: int,
         unpin: Callable[[], object] = lambda: None,
+        hot_rows: int | None = None,
+        debug: bool = False,
     ) -> None:
-        """`unpin` lets go of the host pool's pages when nothing on the device uses them any more."""
+        """`unpin` lets go of the host pool's pages when nothing on the device uses them any more.
+
+        `hot_rows`: HiSparse with hot buffers of so many rows, and no prompts to compute. `debug`: see `HotPool`.
+        """
         self.pool = pool
         self._unpin = unpin
         self._device = weights.embed.device
@@ -57,10 +63,18 @@ class DeviceExecutor:
         block = pool.block_size
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with self._here():
-            self._kv = DevicePool(weights.spec, pool.num_blocks, block, pool.layout.dtype, str(self._device))
-            self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
+            self._kv: DevicePool | SparsePool
+            self._mirror: Mirror | None = None
+            self._prefill: Prefill | None = None
+            if hot_rows is None:
+                self._kv = DevicePool(weights.spec, pool.num_blocks, block, pool.layout.dtype, str(self._device))
+                self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
+                self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)
+            else:
+                self._kv = SparsePool(
+                    weights.spec, pool, seats=seats, rows=hot_rows, device=str(self._device), debug=debug
+                )
             self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int32, device=self._device)
-            self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)
             self._buckets = {
                 size: Bucket(
                     DecodeStep(weights, self._kv, batch=size, longest=blocks_per_seat * block, vocab_bound=vocab_bound)
@@ -77,10 +91,11 @@ class DeviceExecutor:
             for size in sorted(self._buckets, reverse=True):
                 # The largest first: the others' memory is part of its own.
                 graphs = self._buckets[size].capture(graphs)
-            block = self.pool.block_size
-            rows = min(2 * SHARED_READS + 1, block)
-            for spans in ([Span(0, 0, [0] * rows, True)], [Span(0, rows - 1, [0], True)]):
-                check_finite(self.launch(spans).logits)
+            rows = 0
+            if self._prefill is not None:
+                rows = min(2 * SHARED_READS + 1, self.pool.block_size)
+                check_finite(self.launch([Span(0, 0, [0] * rows, True)]).logits)
+            check_finite(self.launch([Span(0, max(0, rows - 1), [0], True)]).logits)
 
     def enter(self) -> None:
         if self._stream is not None:
@@ -95,7 +110,9 @@ class DeviceExecutor:
             self._tables[seat].copy_(row)
             self._blocks[seat] = tuple(blocks)
             self._loaded = self._expected = None
-            if arrived:
+            if isinstance(self._kv, SparsePool):
+                self._kv.begin(seat, blocks, arrived=arrived)
+            elif arrived and self._mirror is not None:
                 self._mirror.to_device(blocks[: -(-arrived // self.pool.block_size)])
 
     @torch.inference_mode()
@@ -129,13 +146,16 @@ class DeviceExecutor:
             return _Replay(self, self._loaded, last.bucket.replay())
 
     def keep(self, spans: Sequence[Span]) -> None:
-        size = self.pool.block_size
+        size, mirror = self.pool.block_size, self._mirror
+        if mirror is None:  # a step writes to the host pool itself
+            return
         with self._here():
             for span in spans:
-                self._mirror.to_host(self._blocks[span.seat][span.start // size : -(-span.end // size)])
+                mirror.to_host(self._blocks[span.seat][span.start // size : -(-span.end // size)])
 
     def settle(self) -> None:
-        self._mirror.settle()
+        if self._mirror is not None:
+            self._mirror.settle()
 
     def close(self) -> None:
         if not self._buckets:
@@ -175,6 +195,8 @@ class DeviceExecutor:
 
     def _chunk(self, spans: list[Span]) -> torch.Tensor:
         """Logits of every span's last row, [spans, vocab_size]."""
+        if self._prefill is None:
+            raise RuntimeError("a rank with hot buffers was given a prompt to compute: it only decodes")
         device, counts = self._device, [len(span.tokens) for span in spans]
         longest = max(span.end for span in spans)
         flat = torch.tensor([list(range(sum(counts))), [token for span in spans for token in span.tokens]])

@@ -12,6 +12,7 @@ from glm52_engine.config import ConfigError, RoleConfig
 from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import KvLayout, Pool
 from glm52_engine.model.device import device_weights
+from glm52_engine.model.sparse_pool import device_bytes
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.rank import StepLimits
 from glm52_engine.schedule import Limits, blocks_for
@@ -34,27 +35,37 @@ def check_count(ranks: int) -> None:
         )
 
 
-def check_room(rank: int, pool: Pool, role: RoleConfig) -> None:
-    """Raises ConfigError when the device's copy of the pool does not fit beside the weights that are there already."""
+def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) -> None:
+    """Raises ConfigError when what the device keeps of the KV does not fit beside the weights that are there."""
     free, total = torch.cuda.mem_get_info(device(rank))
     usable = free - total * (100 - role.gpu_memory_percent) // 100
-    need = pool.num_blocks * pool.block_bytes
+    if hot_rows is None:
+        need = pool.num_blocks * pool.block_bytes
+        keeps, remedy = f"the same blocks, {gib(need)}", "lower host_pool_gib"
+    else:
+        hot = device_bytes(pool.layout, blocks=0, seats=role.max_num_seqs, rows=hot_rows)
+        need = device_bytes(pool.layout, blocks=pool.num_blocks, seats=role.max_num_seqs, rows=hot_rows)
+        keeps = (
+            f"{gib(need)} = {gib(need - hot)} index keys of the same tokens + {gib(hot)} hot buffers of "
+            f"{role.max_num_seqs} seats × {hot_rows} tokens"
+        )
+        remedy = "lower host_pool_gib, max_num_seqs or hi_sparse.device_buffer_size"
     if need > usable:
         raise ConfigError(
-            f"host_pool_gib: found {role.host_pool_gib}: the GPU of rank {rank} keeps the same blocks, {gib(need)}, "
+            f"host_pool_gib: found {role.host_pool_gib}: the GPU of rank {rank} keeps {keeps}, "
             f"but of its {gib(total)} it has {gib(max(0, usable))} left beside the weights at gpu_memory_percent "
-            f"{role.gpu_memory_percent}: lower host_pool_gib"
+            f"{role.gpu_memory_percent}: {remedy}"
         )
 
 
 def executor(
     rank: int, spec: ModelSpec, weights: Weights, pool: Pool, role: RoleConfig, limits: Limits, step: StepLimits,
-    unpin: Callable[[], object],
+    unpin: Callable[[], object], hot_rows: int | None,
 ) -> DeviceExecutor:  # fmt: skip
     narrow(weights)
     on_device = device_weights(spec, weights, device(rank))
     torch.cuda.empty_cache()  # the tensors that were joined: the room is asked for next
-    check_room(rank, pool, role)
+    check_room(rank, pool, role, hot_rows)
     return DeviceExecutor(
         on_device,
         pool,
@@ -63,6 +74,7 @@ def executor(
         vocab_bound=step.vocab_bound,
         step_tokens=step.budget,
         unpin=unpin,
+        hot_rows=hot_rows,
     )
 
 

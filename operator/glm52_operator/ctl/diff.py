@@ -89,8 +89,19 @@ def fields_of(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
             yield from fields_of(old.get(key, _NOTHING), new.get(key, _NOTHING), inner)
     elif isinstance(old, list) and isinstance(new, list):
         yield from _list_fields(old, new, path)
+    elif path.endswith(names.CONFIG) and (before := _parsed(old)) and (after := _parsed(new)):
+        yield from fields_of(before, after, path)
     elif _differs(old, new, path):
         yield path, old, new
+
+
+def _parsed(text: Any) -> Object | None:
+    """The configuration that a pod carries; None where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _differs(old: Any, new: Any, path: str) -> bool:

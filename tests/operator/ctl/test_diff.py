@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from glm52_operator import names
 from glm52_operator.ctl.diff import ABSENT, LAST_APPLIED, compare, fields_of, report, three_way
 from tests.operator.test_plan import json_values
 
@@ -75,3 +76,17 @@ def test_fields_differ_only_where_values_do(one: Any, other: Any) -> None:
     assert list(fields_of(one, one, "")) == []
     if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
         assert list(fields_of(one, other, "")) == []
+
+
+def test_the_configuration_that_pods_carry_is_compared_field_by_field() -> None:
+    def workload(config: str) -> dict[str, Any]:
+        template = {"metadata": {"annotations": {names.CONFIG: config}}}
+        return {"kind": "StatefulSet", "metadata": {"name": "s"}, "spec": {"template": template}}
+
+    change = compare(workload('{"decode": {"seats": 1}, "x": 1}'), workload('{"decode": {"seats": 2}, "x": 1}'))
+    assert change is not None
+    assert list(change.fields) == [(f"spec.template.metadata.annotations.{names.CONFIG}.decode.seats", "1", "2")]
+    assert change.rolls
+    spoilt = compare(workload("no JSON"), workload("{}"))
+    assert spoilt is not None
+    assert [old for _, old, _ in spoilt.fields] == ["no JSON"]

@@ -155,8 +155,26 @@ class RoleSpec(_Model):
     )
 
 
+class HiSparse(_Model):
+    """Decode keeps whole contexts in host memory, and beside the compute only what it attends to."""
+
+    device_buffer_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=32_767,
+        description="Tokens in the hot buffer of one request and layer: at least the model's index_topk, twice that "
+        "when absent. More are fetched less often and take more of a GPU's memory.",
+    )
+
+
 class DecodeSpec(RoleSpec):
     """Size of the decode role, and what only decode does."""
+
+    hi_sparse: HiSparse | None = Field(
+        default=None,
+        description="Present: whole contexts stay in hostPoolGiB, and a GPU keeps index keys and hot buffers only, so "
+        "that requests are limited by host memory. Absent: a GPU keeps whole contexts.",
+    )
 
     launch_ahead: bool = Field(
         default=True,

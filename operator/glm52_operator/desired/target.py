@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from glm52_engine.config import MODEL_MOUNT, DrainConfig, Role, RoleConfig
+from glm52_engine.config import MODEL_MOUNT, DrainConfig, HiSparseConfig, Role, RoleConfig
 from glm52_engine.sizing import HostMemory, host_memory
 from glm52_operator import names
-from glm52_operator.api.models import DecodeSpec, PrefillSpec, Spec
+from glm52_operator.api.models import DecodeSpec, PrefillSpec, RoleSpec, Spec
 
 Object = dict[str, Any]
 
@@ -55,6 +55,7 @@ class Target:
             prefix_cache=isinstance(own, PrefillSpec) and own.prefix_cache,
             launch_ahead=isinstance(own, DecodeSpec) and own.launch_ahead,
             gpu_memory_percent=own.gpu_memory_percent,
+            hi_sparse=_hi_sparse(own),
         )
 
     def memory(self, role: Role) -> HostMemory:
@@ -69,6 +70,11 @@ class Target:
     @property
     def model_path(self) -> str:
         return self.spec.model.path or f"{MODEL_MOUNT}/{self.spec.model.preset}"
+
+
+def _hi_sparse(role: RoleSpec) -> HiSparseConfig | None:
+    asked = role.hi_sparse if isinstance(role, DecodeSpec) else None
+    return None if asked is None else HiSparseConfig(device_buffer_size=asked.device_buffer_size)
 
 
 def labels(target: Target, component: str) -> dict[str, str]:

@@ -1,0 +1,46 @@
+"""Parts of a rank on a GPU that need no model: runs of blocks, their copies, buckets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm52_engine.runtime.device.buckets import LARGEST, bucket_sizes
+from glm52_engine.runtime.device.mirror import Mirror, runs
+
+
+@given(st.lists(st.integers(0, 12), max_size=20))
+def test_runs_are_the_blocks_in_their_order(blocks: list[int]) -> None:
+    found = list(runs(blocks))
+    assert [block for run in found for block in range(run.start, run.stop)] == blocks
+    assert all(after.start != before.stop for before, after in zip(found, found[1:], strict=False)), "as few as can be"
+
+
+def test_blocks_go_both_ways(device: str) -> None:
+    host = torch.arange(60, dtype=torch.uint8).view(6, 10)
+    there = torch.zeros(6, 10, dtype=torch.uint8, device=device)
+    mirror = Mirror(host.pin_memory() if device == "cuda" else host, there)
+    mirror.to_device([4, 1, 2])
+    assert there.cpu().any(1).tolist() == [False, True, True, False, True, False]
+    assert torch.equal(there.cpu()[[1, 2, 4]], host[[1, 2, 4]])
+    there += 100
+    mirror.to_host([2])
+    mirror.settle()
+    assert mirror._host[2].tolist() == list(range(120, 130))
+    assert mirror._host[1].tolist() == list(range(10, 20)), "only what was named"
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(6, 10\) and \(6, 12\)"):
+        Mirror(torch.zeros(6, 10), torch.zeros(6, 12))
+
+
+@given(st.integers(1, 4096))
+def test_every_count_of_rows_has_a_bucket_that_is_not_twice_as_large(seats: int) -> None:
+    sizes = bucket_sizes(seats)
+    assert sizes[-1] >= min(seats, LARGEST)
+    for rows in {1, seats, LARGEST} if seats >= LARGEST else {1, seats}:
+        bucket = next(size for size in sizes if size >= min(rows, LARGEST))
+        assert bucket < 2 * min(rows, LARGEST)

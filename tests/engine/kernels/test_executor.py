@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +17,7 @@ from glm52_engine.runtime.device.mirror import Mirror, runs
 def test_runs_are_the_blocks_in_their_order(blocks: list[int]) -> None:
     found = list(runs(blocks))
     assert [block for run in found for block in range(run.start, run.stop)] == blocks
-    assert all(after.start != before.stop for before, after in zip(found, found[1:], strict=False)), "as few as can be"
+    assert all(after.start != before.stop for before, after in itertools.pairwise(found)), "as few as can be"
 
 
 def test_blocks_go_both_ways(device: str) -> None:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
+from glm52_engine.lifecycle.leftovers import is_first_process, sweep
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
@@ -72,6 +73,8 @@ def serve(options: ServeOptions) -> int:
     faulthandler.enable()
     logs.setup(options.role)
     trace.setup(options.role)
+    if is_first_process():
+        sweep()
     try:
         config = read_engine_config(options.config)
         token = read_token(options.token_file)

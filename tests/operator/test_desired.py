@@ -17,7 +17,6 @@ from glm52_engine.sizing import GIB, ROUTER_MEMORY, grace_period_seconds, host_m
 from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.config import engine_config
-from glm52_operator.desired.config import engine_config
 from glm52_operator.desired.pods import quantity
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.plan.quantity import parse_quantity

@@ -20,7 +20,7 @@ from glm52_engine.config import (
     Preset,
 )
 from glm52_engine.config import EXIT_CODES as CODES
-from glm52_engine.ranks.spans import RANK_PORT
+from glm52_engine.ranks.spans import RANK_PORT, RankHost
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
 USAGE_ERROR = 2
@@ -72,6 +72,14 @@ def _server_options(command: argparse.ArgumentParser) -> None:
 def _add_serve(commands: Any) -> None:
     command = commands.add_parser("serve", help="one engine pod")
     command.add_argument("--role", required=True, choices=("prefill", "decode"))
+    command.add_argument(
+        "--rank-host",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        type=_rank_host_address,
+        help="another pod of this replica, in the order of their ranks; repeatable",
+    )
     _server_options(command)
     command.set_defaults(run=_serve)
 
@@ -166,10 +174,17 @@ def _url(text: str) -> str:
     return text.rstrip("/")
 
 
+def _rank_host_address(text: str) -> str:
+    try:
+        return RankHost.parse(text, ranks=1).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _serve(args: argparse.Namespace) -> int:
     from glm52_engine.serve.process import ServeOptions, serve
 
-    options = ServeOptions(args.role, **_server(args))
+    options = ServeOptions(args.role, rank_hosts=tuple(args.rank_host), **_server(args))
     _leave(serve(options))
     return 0
 

@@ -120,4 +120,5 @@ def _group(store: Any, rank: int, world: int, own_host: str, device: torch.devic
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """Without the advice that gloo adds to each of its errors."""
+    return " ".join(str(error).split()).partition(". This is typically")[0][:300] or type(error).__name__

@@ -20,17 +20,13 @@ from glm52_engine.config import ConfigError
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.ranks.books import Books
 from glm52_engine.ranks.collectives import serve_store
-from glm52_engine.ranks.connect import Remote, connect_hosts
+from glm52_engine.ranks.connect import connect_hosts
 from glm52_engine.ranks.crew import Crew, RankFailed
-from glm52_engine.ranks.frames import ProtocolError
-from glm52_engine.ranks.link import LinkLost, unexpected
+from glm52_engine.ranks.host import CAUSE_SECONDS
 from glm52_engine.ranks.load import HostParts
 from glm52_engine.ranks.messages import (
-    Done,
-    Failed,
+    Agent,
     Join,
-    Joined,
-    Loaded,
     Order,
     Phase,
     RankOrder,
@@ -41,26 +37,16 @@ from glm52_engine.ranks.messages import (
 )
 from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.race import unless
+from glm52_engine.ranks.remote import RemoteHost, ReplicaFailed
 from glm52_engine.ranks.spans import LOCAL, RankHost, RankSpan
 from glm52_engine.runtime.rank import Event, Running
+from glm52_engine.transfer.agent import Pull
 
 log = logging.getLogger(__name__)
-
-CAUSE_SECONDS = 1.0
-"""How long a failure that is another one's consequence waits for that one to be told."""
 
 LOOPBACK = "127.0.0.1"
 
 T = TypeVar("T")
-
-
-class ReplicaFailed(Exception):
-    """The replica cannot go on; `rank`: the one that failed, where one did."""
-
-    def __init__(self, reason: str, *, rank: int | None = None, consequence: bool = False) -> None:
-        super().__init__(reason)
-        self.rank = rank
-        self.consequence = consequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,54 +66,22 @@ class Plan:
         return RankSpan(LOCAL, 0, self.terms.hosts[0])
 
 
-class _Host:
-    """A rank host as the leader hears it."""
-
-    def __init__(self, remote: Remote, told: Callable[[str, Phase], None]) -> None:
-        self.span, self.link = remote.span, remote.link
-        self.loaded, self.joined = asyncio.Event(), asyncio.Event()
-        self.done: asyncio.Queue[Done] = asyncio.Queue()
-        self._told = told
-        self.watch = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        name = f"rank host {self.span.host} ({self.span})"
-        try:
-            while True:
-                said = await self.link.receive()
-                if isinstance(said, Failed):
-                    if said.refused:
-                        raise ConfigError(f"{name}: {said.reason}")
-                    raise ReplicaFailed(f"{name}: {said.reason}", rank=said.rank, consequence=said.consequence)
-                self._take(said)
-        except (LinkLost, ProtocolError) as error:
-            raise ReplicaFailed(f"{name}: {error}", rank=self.span.first_rank) from error
-
-    def _take(self, said: object) -> None:
-        if isinstance(said, Phase):
-            self._told(self.span.host, said)
-        elif isinstance(said, Loaded):
-            self.loaded.set()
-        elif isinstance(said, Joined):
-            self.joined.set()
-        elif isinstance(said, Done):
-            self.done.put_nowait(said)
-        else:
-            raise unexpected(said, Phase, Loaded, Joined, Done, Failed)  # type: ignore[arg-type]
-
-
 class Coordinator:
-    """`post` is called on the coordinator's thread with the events of a step; commands come from any thread."""
+    """Commands come from any thread; the two callbacks are called on the coordinator's."""
 
-    def __init__(self, plan: Plan, phases: Phases, post: Callable[[list[Event]], None]) -> None:
+    def __init__(self, plan: Plan, phases: Phases) -> None:
         self.plan = plan
+        self.on_events: Callable[[list[Event]], None] = lambda events: None
+        """With all events of a step."""
         self.failure: ReplicaFailed | ConfigError | None = None
         self.parts: HostParts | None = None
         self.phases: dict[str, list[Phase]] = {}
         """Of each host: how the start spent its time."""
-        self._own_phases, self._post = phases, post
+        self.on_notice: Callable[[bytes], None] = lambda notice: None
+        """When a peer has read KV of a rank host, with what it attached."""
+        self._own_phases = phases
         self._books: Books | None = None
-        self._hosts: list[_Host] = []
+        self._hosts: list[RemoteHost] = []
         self._crew: Crew | None = None
         self._ready: Future[None] = Future()
         self._main: asyncio.Task[None] | None = None
@@ -146,6 +100,20 @@ class Coordinator:
 
     def abort(self, rank: int, key: str) -> None:
         self._command(lambda books: books.abort(rank, key))
+
+    @property
+    def agents(self) -> list[Agent]:
+        """Of the rank hosts, in the order of their ranks; once the replica is up."""
+        return [host.agent for host in self._hosts if host.agent is not None]
+
+    def fetch(self, pull: Pull) -> asyncio.Future[int]:
+        """See `kv.Carrier`."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fetch(pull), self._loop))
+
+    def hold(self, rank: int, held: bool) -> None:
+        """Whether KV of this rank is held for peers."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._hold, rank, held)
 
     def seconds_without_progress(self) -> float:
         since = self._waiting_since
@@ -235,7 +203,7 @@ class Coordinator:
             remotes = await connect_hosts(
                 plan.local.rank_count, plan.hosts, plan.terms, plan.secret, seconds=plan.connect_seconds
             )
-            self._hosts = [_Host(remote, self._note) for remote in remotes]
+            self._hosts = [RemoteHost(remote, self._note, lambda notice: self.on_notice(notice)) for remote in remotes]
 
     async def _join(self, parts: HostParts) -> None:
         own = self._hosts[0].link.own_address if self._hosts else LOOPBACK
@@ -263,7 +231,7 @@ class Coordinator:
             results = await self._all(self._step(*planned))
             events = self.books.settle(results)
             self._waiting_since = None if self.books.idle else time.monotonic()
-            self._post([event for each in events for event in each])
+            self.on_events([event for each in events for event in each])
             # Commands of other threads come in between two steps only.
             await asyncio.sleep(0)
 
@@ -274,18 +242,17 @@ class Coordinator:
         assert self._crew is not None
         own, *others = await asyncio.gather(
             self._crew.execute(shape, orders[: self.plan.local.rank_count]),
-            *(self._done(h, shape) for h in self._hosts),
+            *(host.result(shape) for host in self._hosts),
         )
         return [result for each in (own, *others) for result in each]
 
-    async def _done(self, host: _Host, shape: Shape) -> list[RankResult]:
-        done = await host.done.get()
-        if done.number != shape.number or len(done.ranks) != host.span.rank_count:
-            raise ReplicaFailed(
-                f"rank host {host.span.host} ({host.span}): {len(done.ranks)} results of step {done.number}; "
-                f"expected {host.span.rank_count} of step {shape.number}"
-            )
-        return list(done.ranks)
+    async def _fetch(self, pull: Pull) -> int:
+        return await next(host for host in self._hosts if pull.local_rank in host.span.ranks).fetch(pull)
+
+    def _hold(self, rank: int, held: bool) -> None:
+        for host in self._hosts:
+            if rank in host.span.ranks:
+                host.hold(rank, held)
 
     async def _all(self, work: Awaitable[T]) -> T:
         return await unless(work, [host.watch for host in self._hosts])
@@ -316,23 +283,13 @@ class Coordinator:
             return
         log.error("the replica failed: %s", error)
         world = range(self.plan.terms.world)
-        self._post([Event(key, None, True) for rank in world for key in self.books.keys(rank)])
+        self.on_events([Event(key, None, True) for rank in world for key in self.books.keys(rank)])
 
     async def _broadcast(self, shutdown: Shutdown) -> None:
         if self._crew is not None:
             self._crew.leave()
-        for host in self._hosts:
-            host.watch.cancel()
-        await asyncio.gather(*(_end(host, shutdown) for host in self._hosts))
+        await asyncio.gather(*(host.end(shutdown) for host in self._hosts))
 
     def _note(self, host: str, phase: Phase) -> None:
         self.phases.setdefault(host, []).append(phase)
         log.info("%s: %s took %.1f s", host, phase.name, phase.ended - phase.began)
-
-
-async def _end(host: _Host, shutdown: Shutdown) -> None:
-    try:
-        await host.link.send(shutdown)
-    except LinkLost:
-        log.info("%s does not hear the end", host.span.host)
-    await host.link.close()

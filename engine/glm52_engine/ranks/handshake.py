@@ -10,6 +10,7 @@ import hmac
 import secrets
 from dataclasses import fields, replace
 
+from glm52_engine.lifecycle.start import InternalToken
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.messages import VERSION, Accepted, Challenge, Hello, Message, Refused, Terms, encode
 from glm52_engine.ranks.spans import RankSpan
@@ -38,13 +39,16 @@ def hello(asked: Challenge, terms: Terms, span: RankSpan, secret: str) -> Hello:
     return replace(plain, proof=_proof(secret, "leader", asked.nonce, plain))
 
 
-def stranger(said: Hello, asked: Challenge, secret: str) -> Refused | None:
-    """The refusal of a peer that does not know the secret; it is to learn nothing else."""
+def known(said: Hello, asked: Challenge, token: InternalToken) -> str | Refused:
+    """The secret with which the peer has shown that it knows one of those that are taken. One that knows none is
+    refused and is to learn nothing else."""
     if said.version != VERSION:
         return Refused(f"the leader speaks version {said.version} of the rank protocol, this host version {VERSION}")
-    if not hmac.compare_digest(said.proof, _proof(secret, "leader", asked.nonce, replace(said, proof=""))):
+    plain = replace(said, proof="")
+    matches = [hmac.compare_digest(said.proof, _proof(each, "leader", asked.nonce, plain)) for each in token.taken]
+    if not any(matches):
         return Refused("the shared secret differs: expected that of this deployment")
-    return None
+    return token.taken[matches.index(True)]
 
 
 def answer(said: Hello, terms: Terms, span: RankSpan, secret: str) -> Accepted | Refused:

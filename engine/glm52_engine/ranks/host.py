@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import logging
-from collections.abc import Awaitable
-from typing import NoReturn, TypeVar
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 from glm52_engine.config import ConfigError
 from glm52_engine.lifecycle.termination import last_line
 from glm52_engine.ranks.crew import Crew, RankFailed
+from glm52_engine.ranks.kv import HostAgent
 from glm52_engine.ranks.link import Link, LinkLost, unexpected
 from glm52_engine.ranks.load import HostParts
-from glm52_engine.ranks.messages import Done, Failed, Join, Joined, Loaded, Order, Phase, Shutdown
+from glm52_engine.ranks.messages import (
+    Done,
+    Failed,
+    Fetch,
+    Held,
+    Join,
+    Joined,
+    Loaded,
+    Message,
+    Notice,
+    Order,
+    Shutdown,
+)
 from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.race import unless
 from glm52_engine.ranks.spans import RankSpan
 
 log = logging.getLogger(__name__)
+
+CAUSE_SECONDS = 1.0
+"""How long a failure that is another one's consequence waits for that one to be told."""
 
 T = TypeVar("T")
 
@@ -30,16 +49,24 @@ class Ended(Exception):
         self.crashed = said.crashed
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a host has loaded, and the agent that has registered its pools."""
+
+    parts: HostParts
+    agent: HostAgent
+
+
 class Session:
     """`run` ends by raising: Ended, LinkLost, ProtocolError, or what failed here, which the leader has been told."""
 
-    def __init__(
-        self, link: Link, loading: asyncio.Future[HostParts], span: RankSpan, world: int, phases: Phases
-    ) -> None:
+    def __init__(self, link: Link, loading: asyncio.Future[Ready], span: RankSpan, world: int, phases: Phases) -> None:
         self.joined = False
         """From here on only the end of the process frees what the ranks hold."""
         self._link, self._loading, self._span, self._world, self._phases = link, loading, span, world, phases
         self._orders: asyncio.Queue[Join | Order] = asyncio.Queue()
+        self._agent: HostAgent | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self._crew: Crew | None = None
         self._news = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
@@ -53,10 +80,16 @@ class Session:
             raise
         except Exception as error:
             await self._tell(_failed(error))
+            if isinstance(error, RankFailed) and error.consequence:
+                await asyncio.wait({self._watch}, timeout=CAUSE_SECONDS)
+                if self._watch.done():
+                    self._watch.result()  # raises what our ranks' failure is the consequence of
             raise
         finally:
             self._watch.cancel()
             self._reports.cancel()
+            if self._agent is not None:
+                self._agent.hold(False)
             if self._crew is not None:
                 self._crew.leave()
 
@@ -76,12 +109,20 @@ class Session:
                 await self._news.wait()
 
     async def _follow(self) -> NoReturn:
-        parts = await self._unless_ended(asyncio.shield(self._loading))
-        await self._link.send(Loaded())
+        ready = await self._unless_ended(asyncio.shield(self._loading))
+        self._agent = ready.agent
+        loop = asyncio.get_running_loop()
+
+        def on_notice(notice: bytes) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._noticed, notice)
+
+        ready.agent.on_notice = on_notice
+        await self._link.send(Loaded(ready.agent.described))
         join = await self._next(Join)
         self.joined = True
         began = self._phases.now()
-        self._crew = Crew(self._span, self._world, parts)
+        self._crew = Crew(self._span, self._world, ready.parts)
         await self._unless_ended(self._crew.join(join, self._link.own_address))
         self._phases.note("joining and first steps", began)
         await self._link.send(Joined())
@@ -101,15 +142,31 @@ class Session:
             said = await self._link.receive()
             if isinstance(said, Shutdown):
                 raise Ended(said)
-            if not isinstance(said, Join | Order):
-                raise unexpected(said, Join, Order, Shutdown)
-            self._orders.put_nowait(said)
+            if isinstance(said, Join | Order):
+                self._orders.put_nowait(said)
+            elif isinstance(said, Fetch) and self._agent is not None:
+                self._soon(self._fetch(self._agent, said))
+            elif isinstance(said, Held) and self._agent is not None:
+                self._agent.hold(said.held)
+            else:
+                raise unexpected(said, Join, Order, Fetch, Held, Shutdown)
+
+    async def _fetch(self, agent: HostAgent, asked: Fetch) -> None:
+        await self._tell(await agent.fetch(asked))
+
+    def _noticed(self, notice: bytes) -> None:
+        self._soon(self._tell(Notice(base64.b64encode(notice).decode())))
+
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _unless_ended(self, work: Awaitable[T]) -> T:
         assert self._watch is not None
         return await unless(work, [self._watch])
 
-    async def _tell(self, message: Failed | Phase) -> None:
+    async def _tell(self, message: Message) -> None:
         try:
             await self._link.send(message)
         except LinkLost as error:

@@ -6,7 +6,8 @@ Handshake, on every new connection:
 
 Then, until one of them closes:
 
-    leader → Join, Order, Shutdown, Beat        rank host → Phase, Loaded, Joined, Done, Failed, Beat
+    leader → Join, Order, Fetch, Held, Shutdown, Beat
+    rank host → Phase, Loaded, Joined, Done, Fetched, Notice, Failed, Beat
 """
 
 from __future__ import annotations
@@ -95,9 +96,20 @@ class Phase(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(_Message):
-    """Weights and pools are there: the host can join."""
+class Agent(_Message):
+    """See `transfer.agent.Peer`; `metadata` in base64, regions as (address, blocks, bytes of a block)."""
 
+    name: str
+    metadata: str
+    regions: tuple[tuple[int, int, int], ...]
+    first_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(_Message):
+    """Weights and pools are there, and registered with `agent`: the host can join."""
+
+    agent: Agent
     kind: Literal["loaded"] = "loaded"
 
 
@@ -192,6 +204,46 @@ class Done(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch(_Message):
+    """Read KV from another pod into a pool of this host: see `transfer.agent.Pull`. `notice` in base64."""
+
+    number: int
+    peer: Agent
+    remote_rank: int
+    remote_ids: tuple[int, ...]
+    local_rank: int
+    local_ids: tuple[int, ...]
+    notice: str
+    kind: Literal["fetch"] = "fetch"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched(_Message):
+    """The answer to a Fetch; from now on nothing writes into its blocks. With an `error` they hold nothing of use."""
+
+    number: int
+    size: int
+    error: str = ""
+    kind: Literal["fetched"] = "fetched"
+
+
+@dataclass(frozen=True, slots=True)
+class Held(_Message):
+    """Whether KV of this host is held for peers, so that its agent has to make progress while they read."""
+
+    held: bool
+    kind: Literal["held"] = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(_Message):
+    """A peer has read KV of this host; `data` is what it attached, in base64."""
+
+    data: str
+    kind: Literal["notice"] = "notice"
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(_Message):
     """The host cannot go on. `rank`: the one that failed, where one did. `refused`: the checkpoint or configuration can
     never work. `consequence`: all that is known is that another rank left."""
@@ -220,8 +272,11 @@ class Beat(_Message):
 
 
 Message = (
-    Challenge | Hello | Accepted | Refused | Phase | Loaded | Join | Joined | Order | Done | Failed | Shutdown | Beat
-)
+    Challenge | Hello | Accepted | Refused
+    | Phase | Loaded | Joined | Done | Fetched | Notice | Failed
+    | Join | Order | Fetch | Held | Shutdown
+    | Beat
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -18,14 +18,15 @@ from dataclasses import dataclass
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
-from glm52_engine.lifecycle.start import bind, install_signals, read_token, take
+from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.ranks.crew import RankFailed
 from glm52_engine.ranks.frames import ProtocolError
-from glm52_engine.ranks.host import Ended, Session
+from glm52_engine.ranks.host import Ended, Ready, Session
+from glm52_engine.ranks.kv import HostAgent
 from glm52_engine.ranks.link import LinkLost
-from glm52_engine.ranks.load import HostParts, load_host, read_terms
+from glm52_engine.ranks.load import load_host, read_terms
 from glm52_engine.ranks.messages import Phase
 from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.reception import Reception
@@ -64,7 +65,7 @@ def rank_host(options: RankHostOptions) -> int:
     logs.setup(f"{options.role} rank host")
     try:
         config = read_engine_config(options.config)
-        secret = read_token(options.token_file).sent
+        token = read_token(options.token_file)
         if not 1 <= options.index < options.hosts:
             raise ConfigError(
                 f"--host-index: found {options.index}; expected 1 to {options.hosts - 1} of --hosts {options.hosts} "
@@ -74,7 +75,7 @@ def rank_host(options: RankHostOptions) -> int:
     except ConfigError as error:
         return leave(Outcome.CONFIG_REFUSED, options.role, str(error))
     try:
-        end = asyncio.run(HostProcess(options, config, secret, listener).run())
+        end = asyncio.run(HostProcess(options, config, token, listener).run())
     except Exception as error:
         log.error("the rank host failed", exc_info=error)
         end = End(Outcome.CRASHED, last_line(error))
@@ -82,8 +83,10 @@ def rank_host(options: RankHostOptions) -> int:
 
 
 class HostProcess:
-    def __init__(self, options: RankHostOptions, config: EngineConfig, secret: str, listener: socket.socket) -> None:
-        self.options, self.config, self._secret, self._listener = options, config, secret, listener
+    def __init__(
+        self, options: RankHostOptions, config: EngineConfig, token: InternalToken, listener: socket.socket
+    ) -> None:
+        self.options, self.config, self._token, self._listener = options, config, token, listener
         ranks = config.role(options.role).ranks_per_host
         self._counts = (ranks,) * options.hosts
         self._span = RankSpan("this host", ranks * options.index, ranks)
@@ -99,7 +102,7 @@ class HostProcess:
 
         phases = Phases(told)
         phases.note("starting the process", 0.0)
-        reception = Reception(self._span, self._secret)
+        reception = Reception(self._span, self._token)
         await reception.open(self._listener)
         log.info("listening for the leader", extra={"port": self._listener.getsockname()[1]})
         loading = asyncio.create_task(self._load(reception, phases))
@@ -108,7 +111,7 @@ class HostProcess:
         finally:
             await reception.close()
 
-    async def _serve(self, reception: Reception, loading: asyncio.Task[HostParts], phases: Phases) -> End:
+    async def _serve(self, reception: Reception, loading: asyncio.Task[Ready], phases: Phases) -> End:
         term = asyncio.create_task(self._terminated.wait())
         while True:
             leader = asyncio.create_task(reception.leader())
@@ -152,7 +155,7 @@ class HostProcess:
         finally:
             self._session = None
 
-    async def _refused(self, reception: Reception, loading: asyncio.Task[HostParts], term: asyncio.Task[bool]) -> End:
+    async def _refused(self, reception: Reception, loading: asyncio.Task[Ready], term: asyncio.Task[bool]) -> End:
         """The load failed before a leader came: the next one is told why, within LINGER_SECONDS."""
         error = loading.exception()
         assert error is not None
@@ -162,14 +165,18 @@ class HostProcess:
         await asyncio.wait({term}, timeout=LINGER_SECONDS)
         return End(Outcome.CONFIG_REFUSED if isinstance(error, ConfigError) else Outcome.CRASHED, words)
 
-    async def _load(self, reception: Reception, phases: Phases) -> HostParts:
+    async def _load(self, reception: Reception, phases: Phases) -> Ready:
         role, hosts = self.options.role, self._counts
         try:
             measures, terms = await in_thread(lambda: read_terms(self.config, role, hosts, phases))
             reception.terms.set_result(terms)
-            return await in_thread(
+            parts = await in_thread(
                 lambda: load_host(self.config, role, measures, self._span, sum(hosts), phases, log.info)
             )
+            agent = HostAgent(parts.pools, self._span)
+            with phases.phase("registering the KV pools for transfer"):
+                await in_thread(agent.start)
+            return Ready(parts, agent)
         except Exception as error:
             if not reception.terms.done():
                 reception.refuse(str(error))
@@ -186,7 +193,7 @@ class HostProcess:
             self._session.poke()
 
 
-async def _failure(loading: asyncio.Task[HostParts]) -> None:
+async def _failure(loading: asyncio.Task[Ready]) -> None:
     """Returns when the load has failed; never when it has not."""
     await asyncio.wait({loading})
     if loading.exception() is None:

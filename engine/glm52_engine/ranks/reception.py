@@ -7,8 +7,9 @@ import contextlib
 import logging
 import socket
 
+from glm52_engine.lifecycle.start import InternalToken
 from glm52_engine.ranks.frames import ProtocolError
-from glm52_engine.ranks.handshake import HANDSHAKE_SECONDS, answer, challenge, stranger
+from glm52_engine.ranks.handshake import HANDSHAKE_SECONDS, answer, challenge, known
 from glm52_engine.ranks.link import Link, LinkLost
 from glm52_engine.ranks.messages import Accepted, Hello, Refused, Terms
 from glm52_engine.ranks.spans import RankSpan
@@ -22,10 +23,10 @@ MOST_HANDSHAKES = 32
 class Reception:
     """Whatever a connection says, the host stays ready for the next one."""
 
-    def __init__(self, span: RankSpan, secret: str) -> None:
+    def __init__(self, span: RankSpan, token: InternalToken) -> None:
         self.terms: asyncio.Future[Terms] = asyncio.get_running_loop().create_future()
         """Set once the checkpoint's headers are read: no leader can be answered before."""
-        self._span, self._secret = span, secret
+        self._span, self._token = span, token
         self._leader: Link | None = None
         self._arrived = asyncio.Event()
         self._refusal = ""
@@ -81,7 +82,8 @@ class Reception:
         asked = challenge()
         await link.send(asked)
         said = await link.expect(Hello, HANDSHAKE_SECONDS)
-        answered = stranger(said, asked, self._secret) or await self._answer(said)
+        secret = known(said, asked, self._token)
+        answered = secret if isinstance(secret, Refused) else await self._answer(said, secret)
         if isinstance(answered, Accepted):
             # Before the answer is sent: a second leader that asks meanwhile must find the place taken.
             self._leader = link
@@ -99,7 +101,7 @@ class Reception:
         self._arrived.set()
         return True
 
-    async def _answer(self, said: Hello) -> Accepted | Refused:
+    async def _answer(self, said: Hello, secret: str) -> Accepted | Refused:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANDSHAKE_SECONDS / 2):
                 await asyncio.shield(self.terms)
@@ -109,4 +111,4 @@ class Reception:
             return Refused("it still reads the checkpoint's headers", passing=True)
         if self._leader is not None:
             return Refused(f"it serves {self._leader.peer}", passing=True)
-        return answer(said, self.terms.result(), self._span, self._secret)
+        return answer(said, self.terms.result(), self._span, secret)

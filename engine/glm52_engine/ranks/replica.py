@@ -1,28 +1,127 @@
-"""A replica of several hosts as its leader sees it: made from the configuration, used rank by rank."""
+"""A replica of several hosts behind the `Engine` protocol: what its leader serves with.
+
+Requests, seats and blocks of all ranks are the leader's, as in a pod of its own; only the computing is elsewhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm52_engine.config import EngineConfig, Role
+from glm52_engine.config import ConfigError, EngineConfig, Role
 from glm52_engine.lifecycle.start import read_token
 from glm52_engine.ranks.coordinator import Coordinator, Plan
+from glm52_engine.ranks.kv import ReplicaAgent
 from glm52_engine.ranks.load import load_host, read_terms
 from glm52_engine.ranks.phases import Phases
+from glm52_engine.ranks.remote import ReplicaFailed
 from glm52_engine.ranks.spans import RankHost
-from glm52_engine.runtime.rank import Event
+from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.rank import Counters, Event, Running
+from glm52_engine.runtime.record import Record
+from glm52_engine.runtime.types import Blocks, KvPool, Prefilled, Request, RequestError
+from glm52_engine.schedule import Admission
 from glm52_engine.sizing import startup_budget_seconds
+from glm52_engine.transfer.agent import TransferAgent
+
+Say = Callable[[str], None]
 
 
-def make_replica(
+class SteppedRank:
+    """One rank of the replica, wherever it is: implements `runtime.rank.AnyRank`."""
+
+    def __init__(self, index: int, coordinator: Coordinator) -> None:
+        self.index = index
+        self._coordinator = coordinator
+
+    @property
+    def counters(self) -> Counters:
+        return self._coordinator.books.counters[self.index]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Of the replica, told by the rank that failed, or by the first where none is known."""
+        failure = self._coordinator.failure
+        rank = failure.rank if isinstance(failure, ReplicaFailed) else None
+        return failure if (rank or 0) == self.index else None
+
+    def warm_up(self) -> None:
+        """Done when the replica came up: no rank can compute alone."""
+
+    def start(self) -> None:
+        """Its thread, here or elsewhere, has run since then."""
+
+    def start_sequence(self, sequence: Running) -> None:
+        self._coordinator.start(self.index, sequence)
+
+    def abort(self, key: str) -> None:
+        self._coordinator.abort(self.index, key)
+
+    def seconds_without_progress(self) -> float:
+        return self._coordinator.seconds_without_progress()
+
+    def stop(self) -> None:
+        self._coordinator.stop()
+
+
+class ReplicaEngine(LocalEngine):
+    """`LocalEngine` over the ranks of all hosts."""
+
+    def __init__(self, coordinator: Coordinator, *, prefix_cache: bool) -> None:
+        """After `Coordinator.bring_up`."""
+        parts = coordinator.parts
+        if parts is None:
+            raise RuntimeError("the replica is not up yet")
+        measures, world = parts.measures, coordinator.plan.terms.world
+        super().__init__((), limits=measures.limits, step=measures.step, layout=parts.layout, prefix_cache=prefix_cache)
+        self.pools: Sequence[KvPool] = parts.pools
+        """Those of the leader's own ranks: other hosts' are their own processes'."""
+        self._admission = Admission(world, measures.limits)
+        self._ranks = [SteppedRank(index, coordinator) for index in range(world)]
+        self._coordinator = coordinator
+        self._held = [0] * world
+        coordinator.on_events = self._post
+
+    def agent(self, own: TransferAgent, on_notice: Callable[[bytes], None]) -> ReplicaAgent:
+        """For all ranks, from the one that has the leader's own pools."""
+        self._coordinator.on_notice = on_notice
+        return ReplicaAgent(own, self._coordinator.agents, self._coordinator)
+
+    async def prefill(self, request: Request) -> Prefilled:
+        _check_free(request)
+        return await super().prefill(request)
+
+    async def reserve(self, request: Request) -> Blocks:
+        _check_free(request)
+        return await super().reserve(request)
+
+    def stop(self) -> None:
+        self._coordinator.stop()
+        super().stop()
+
+    def _ended(self, record: Record, event: Event) -> None:
+        super()._ended(record, event)
+        if record.prefill and record.state == "held":
+            self._hold(record, 1)
+
+    def _forget(self, record: Record) -> None:
+        if record.prefill and record.state == "held":
+            self._hold(record, -1)
+        super()._forget(record)
+
+    def _hold(self, record: Record, more: int) -> None:
+        rank = record.blocks.rank
+        self._held[rank] += more
+        self._coordinator.hold(rank, self._held[rank] > 0)
+
+
+def make_coordinator(
     config: EngineConfig,
     role: Role,
     hosts: Sequence[RankHost],
     *,
     token_file: str | Path,
-    say: Callable[[str], None],
-    post: Callable[[list[Event]], None],
+    say: Say,
     debug: bool = False,
     launch_ahead: bool | None = None,
 ) -> Coordinator:
@@ -30,6 +129,7 @@ def make_replica(
 
     `launch_ahead` None: as the configuration has it, but never on a CPU, where nothing runs beside the host.
     """
+    check_supported(config, role)
     phases = Phases(lambda phase: say(f"{phase.name}: {phase.ended - phase.began:.1f} s"))
     phases.note("starting the process", 0.0)
     own = config.role(role)
@@ -45,4 +145,36 @@ def make_replica(
         launch_ahead=(own.launch_ahead and config.accelerator != "cpu") if launch_ahead is None else launch_ahead,
         debug=debug,
     )
-    return Coordinator(plan, phases, post)
+    return Coordinator(plan, phases)
+
+
+def load_replica(
+    config: EngineConfig, role: Role, hosts: Sequence[RankHost], *, token_file: str, say: Say
+) -> ReplicaEngine:
+    """Blocking: until every rank of every host has computed its first steps. Raises ConfigError and ReplicaFailed."""
+    coordinator = make_coordinator(config, role, hosts, token_file=token_file, say=say)
+    try:
+        coordinator.bring_up()
+    except BaseException:
+        coordinator.stop()
+        raise
+    return ReplicaEngine(coordinator, prefix_cache=config.role(role).prefix_cache)
+
+
+def check_supported(config: EngineConfig, role: Role) -> None:
+    """Raises ConfigError for what ranks of several hosts cannot do yet."""
+    if config.accelerator != "cpu":
+        raise ConfigError(
+            f"accelerator: found {config.accelerator}; a replica of several hosts computes on cpu only so far: "
+            "set hosts per replica to 1"
+        )
+    if config.role(role).hi_sparse is not None:
+        raise ConfigError("hi_sparse: a replica of several hosts cannot have it so far; leave it out")
+
+
+def _check_free(request: Request) -> None:
+    if request.constraint is not None:
+        raise RequestError(
+            "structured outputs and forced tool calls are not supported by a replica of several hosts: "
+            "there are no grammars on its ranks"
+        )

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.runtime.types import Engine
 from glm52_engine.tokenizer import Tokenizer
+from glm52_engine.transfer.agent import KvAgent, TransferAgent
 
 
 def load_engine(
-    config: EngineConfig, role: Role, on_phase: Callable[[str], None]
+    config: EngineConfig,
+    role: Role,
+    on_phase: Callable[[str], None],
+    *,
+    rank_hosts: Sequence[str] = (),
+    token_file: str = "",
 ) -> tuple[Engine, Tokenizer, type[Exception]]:
-    """The engine, its tokenizer, and what its calls raise when it stops. Raises ConfigError for what can never work."""
+    """The engine, its tokenizer, and what its calls raise when it stops. Raises ConfigError for what can never work.
+
+    `rank_hosts`: HOST:PORT of the other pods of the replica, which share the secret of `token_file`.
+    """
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
     on_phase("importing the engine")
     from glm52_engine.runtime.engine import LocalEngine
     from glm52_engine.runtime.record import EngineStopped
 
+    if rank_hosts:
+        from glm52_engine.ranks.replica import load_replica
+        from glm52_engine.ranks.spans import RankHost
+
+        ranks = config.role(role).ranks_per_host
+        hosts = [RankHost.parse(text, ranks) for text in rank_hosts]
+        return load_replica(config, role, hosts, token_file=token_file, say=on_phase), tokenizer, EngineStopped
     engine: Engine = LocalEngine.load(
         Path(config.model.path),
         config.role(role),
@@ -31,3 +47,10 @@ def load_engine(
     )
     engine.start()
     return engine, tokenizer, EngineStopped
+
+
+def agent_for(engine: Engine, own: TransferAgent, on_notice: Callable[[bytes], None]) -> KvAgent:
+    """The agent of all ranks: `own` where they are all in this pod."""
+    from glm52_engine.ranks.replica import ReplicaEngine
+
+    return engine.agent(own, on_notice) if isinstance(engine, ReplicaEngine) else own

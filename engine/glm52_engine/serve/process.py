@@ -10,10 +10,9 @@ import logging
 import os
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import uvicorn
@@ -27,8 +26,9 @@ from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
 from glm52_engine.lifecycle.termination import host_name, last_line, leave, stack_of
+from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.serve.app import make_app
-from glm52_engine.serve.load import load_engine
+from glm52_engine.serve.load import agent_for, load_engine
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.pod import Loaded, Pod
 from glm52_engine.sizing import PROPAGATION_SECONDS, startup_budget_seconds, unpin_seconds
@@ -44,8 +44,6 @@ WATCH_SECONDS = 0.5
 LAST_WORDS_SECONDS = 2.0
 """For handlers to tell their clients that the request was cut off."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -56,6 +54,7 @@ class ServeOptions:
     port: int
     propagation: float = PROPAGATION_SECONDS
     listen_fd: int | None = None
+    rank_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +188,18 @@ class Process:
         def on_phase(phase: str) -> None:
             loop.call_soon_threadsafe(self.life.enter, phase)
 
-        engine, tokenizer, stopped = await in_thread(lambda: load_engine(self.config, self.options.role, on_phase))
+        options = self.options
+        engine, tokenizer, stopped = await in_thread(
+            lambda: load_engine(
+                self.config, options.role, on_phase, rank_hosts=options.rank_hosts, token_file=options.token_file
+            )
+        )
         self.life.enter("reading the vocabulary for grammars")
         grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
-        agent = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=holder.expects)
+        own = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=holder.expects)
+        agent = agent_for(engine, own, holder.notice_from_agent)
         self.life.enter("registering the KV pools for transfer")
         await in_thread(agent.start)
         print_of = fingerprint(engine)
@@ -282,28 +287,3 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """On a daemon thread of its own: one that hangs must not keep the process from leaving."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            result, error = work(), None
-        except BaseException as caught:
-            result, error = None, caught
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -19,7 +19,7 @@ from typing import Any
 
 from glm52_engine.config import ConfigError, Outcome, read_engine_config
 from glm52_engine.lifecycle.termination import leave
-from glm52_engine.ranks.replica import make_replica
+from glm52_engine.ranks.replica import make_coordinator
 from glm52_engine.ranks.spans import RankHost
 from glm52_engine.runtime.rank import Event, Running
 from glm52_engine.runtime.types import Sampling
@@ -35,10 +35,11 @@ def main() -> int:
     config = read_engine_config(chosen.config)
     hosts = [RankHost.parse(text, config.role("decode").ranks_per_host) for text in chosen.rank_host]
     news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    replica = make_replica(
-        config, "decode", hosts, token_file=chosen.token_file, say=lambda text: None, post=lambda events: _tell(events),
-        debug=True, launch_ahead=chosen.launch_ahead,
+    replica = make_coordinator(
+        config, "decode", hosts, token_file=chosen.token_file, say=lambda text: None, debug=True,
+        launch_ahead=chosen.launch_ahead,
     )  # fmt: skip
+    replica.on_events = _tell
     try:
         replica.bring_up()
     except Exception as error:

@@ -27,7 +27,6 @@ GONE_SECONDS = 10.0
 
 BLOCK = 16
 SEATS = 4
-RANKS_PER_HOST = 2
 
 
 class Process:
@@ -81,6 +80,9 @@ class Process:
                 self._news.wait(min(left, 0.2))
                 assert self.popen.poll() is None or condition(), f"{self.name} ended:\n{self.log.read_text()[-3000:]}"
 
+    def wait_log(self, text: str) -> None:
+        self.wait_until(lambda: text in self.log.read_text(), f"log {text!r}")
+
     def last_words(self) -> Termination:
         words = Termination.decode(self._last_words.read_text())
         assert words is not None
@@ -95,14 +97,16 @@ class Process:
 
 
 class Replica:
-    """`hosts` rank hosts beside a leader, 2 ranks each. `broken`: a host whose checkpoint is damaged."""
+    """`hosts` rank hosts beside a leader, `ranks` each; a rank costs a GiB of memory."""
 
-    def __init__(self, folder: Path, checkpoint: Path, *, hosts: int = 1, launch_ahead: bool = False) -> None:
+    def __init__(
+        self, folder: Path, checkpoint: Path, *, hosts: int = 1, ranks: int = 1, launch_ahead: bool = False
+    ) -> None:
         self.folder, self.hosts = folder, hosts
         self.launch_ahead = launch_ahead
         self.token = folder / "token"
         self.token.write_text(secrets.token_hex(16))
-        self.config = write_config(folder / "config.json", checkpoint)
+        self.config = write_config(folder / "config.json", checkpoint, ranks)
         self.listeners = [bind(LOOPBACK, 0) for _ in range(hosts)]
         self.ports = [listener.getsockname()[1] for listener in self.listeners]
         self.processes: list[Process] = []
@@ -144,8 +148,8 @@ def replica(folder: Path, checkpoint: Path, **options: Any) -> Iterator[Replica]
             listener.close()
 
 
-def write_config(path: Path, checkpoint: Path) -> Path:
-    role = RoleConfig(ranks_per_host=RANKS_PER_HOST, host_pool_gib=1, max_num_seqs=SEATS)
+def write_config(path: Path, checkpoint: Path, ranks: int = 1) -> Path:
+    role = RoleConfig(ranks_per_host=ranks, host_pool_gib=1, max_num_seqs=SEATS)
     config = EngineConfig(
         model=ModelConfig(name="m", path=str(checkpoint), max_model_len=256, weights_gib=1),
         prefill=role,

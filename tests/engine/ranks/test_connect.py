@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from glm52_engine.lifecycle.start import bind
+from glm52_engine.lifecycle.start import InternalToken, bind
 from glm52_engine.ranks import connect, handshake, link
 from glm52_engine.ranks.connect import ConnectError, connect_hosts
 from glm52_engine.ranks.frames import MARK, frame
 from glm52_engine.ranks.handshake import challenge, hello
 from glm52_engine.ranks.link import Link, LinkLost
-from glm52_engine.ranks.messages import Accepted, Beat, Loaded, Phase, Refused, Terms, encode
+from glm52_engine.ranks.messages import Accepted, Beat, Joined, Phase, Refused, Terms, encode
 from glm52_engine.ranks.reception import Reception
 from glm52_engine.ranks.spans import RankHost, RankSpan
 
 SECRET = "of this deployment"
+TOKEN = InternalToken((SECRET,))
 SECONDS = 20.0
 TERMS = Terms(
     "f" * 64, (2, 1, 3), block_size=16, block_bytes=4096, blocks=64, seats=8, max_model_len=512, step_tokens=64
@@ -36,10 +37,12 @@ class Host:
 
 
 @asynccontextmanager
-async def listening(first: int, count: int, terms: Terms | None = TERMS, secret: str = SECRET) -> AsyncIterator[Host]:
+async def listening(
+    first: int, count: int, terms: Terms | None = TERMS, token: InternalToken = TOKEN
+) -> AsyncIterator[Host]:
     listener = bind("127.0.0.1", 0)
     address = RankHost("127.0.0.1", listener.getsockname()[1], count)
-    reception = Reception(RankSpan(address.name, first, count), secret)
+    reception = Reception(RankSpan(address.name, first, count), token)
     if terms is not None:
         reception.terms.set_result(terms)
     await reception.open(listener)
@@ -79,8 +82,8 @@ async def test_both_ends_talk_after_the_handshake(pair: tuple[Host, Host]) -> No
     links = await dial(*pair)
     for host, ours in zip(pair, links, strict=True):
         theirs = await host.reception.leader()
-        await theirs.send(Loaded())
-        assert await ours.receive() == Loaded()
+        await theirs.send(Joined())
+        assert await ours.receive() == Joined()
         await ours.send(Phase("x", 0.0, 1.0))
         assert await theirs.receive() == Phase("x", 0.0, 1.0)
         await ours.close()
@@ -141,6 +144,15 @@ async def test_who_does_not_know_the_secret_learns_nothing_else(pair: tuple[Host
     assert str(failed.value).count("the shared secret differs") == 2
     assert TERMS.fingerprint not in str(failed.value)
     assert "disk" not in str(failed.value)
+
+
+async def test_while_the_secret_changes_a_host_takes_the_old_and_the_new_one() -> None:
+    async with listening(2, 1, token=InternalToken(("new", "old"))) as host:
+        for secret in ("old", "new"):
+            (end,) = await dial(host, secret=secret)
+            await end.close()
+            assert await closed(await host.reception.leader())
+            await host.reception.part()
 
 
 async def test_a_recorded_hello_opens_nothing(pair: tuple[Host, Host]) -> None:
@@ -209,7 +221,7 @@ async def test_a_host_that_comes_late_is_found() -> None:
     held = bind("127.0.0.1", 0)
     address = RankHost("127.0.0.1", held.getsockname()[1], 1)
     task = asyncio.create_task(dial(address))
-    reception = Reception(RankSpan(address.name, 2, 1), SECRET)
+    reception = Reception(RankSpan(address.name, 2, 1), TOKEN)
     reception.terms.set_result(TERMS)
     await reception.open(held)
     assert len(await task) == 1

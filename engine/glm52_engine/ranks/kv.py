@@ -1,0 +1,159 @@
+"""KV hand-offs of a replica: each host has an agent for its own pools, and the leader speaks for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from glm52_engine.kv import Pool
+from glm52_engine.lifecycle.termination import host_name
+from glm52_engine.ranks.frames import ProtocolError
+from glm52_engine.ranks.messages import Agent, Fetch, Fetched
+from glm52_engine.ranks.spans import RankSpan
+from glm52_engine.transfer.agent import PULL_SECONDS, Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.descriptors import Region
+
+log = logging.getLogger(__name__)
+
+LINGER_SECONDS = PULL_SECONDS
+"""After the last held KV was given up a peer that had begun to read it still needs our progress."""
+
+
+def agent_of(peer: Peer) -> Agent:
+    regions = tuple((region.address, region.num_blocks, region.block_bytes) for region in peer.regions)
+    return Agent(peer.name, base64.b64encode(peer.metadata).decode(), regions, peer.first_rank)
+
+
+def peer_of(agent: Agent) -> Peer:
+    """Raises ProtocolError for metadata that is no base64."""
+    return Peer(agent.name, bytes_of(agent.metadata), tuple(Region(*r) for r in agent.regions), agent.first_rank)
+
+
+def fetch_of(number: int, pull: Pull, span: RankSpan) -> Fetch:
+    """What a rank host is asked; its own ranks count from 0."""
+    return Fetch(
+        number,
+        agent_of(pull.peer),
+        pull.remote_rank,
+        tuple(pull.remote_ids),
+        pull.local_rank - span.first_rank,
+        tuple(pull.local_ids),
+        base64.b64encode(pull.notice).decode(),
+    )
+
+
+def settle(asked: asyncio.Future[int], answered: Fetched) -> None:
+    if asked.done():
+        return
+    if answered.error:
+        asked.set_exception(TransferError(answered.error))
+    else:
+        asked.set_result(answered.size)
+
+
+class HostAgent:
+    """The agent of one rank host, as its process uses it. `on_notice` is called on the agent's thread."""
+
+    def __init__(self, pools: Sequence[Pool], span: RankSpan) -> None:
+        self.on_notice: Callable[[bytes], None] = lambda notice: None
+        self._span = span
+        self._held, self._until = False, 0.0
+        self._agent = TransferAgent(
+            f"{host_name()}/{secrets.token_hex(8)}",
+            pools,
+            on_notice=lambda notice: self.on_notice(notice),
+            expects=lambda: self._held or time.monotonic() < self._until,
+        )
+
+    @property
+    def described(self) -> Agent:
+        return agent_of(replace(self._agent.described, first_rank=self._span.first_rank))
+
+    def start(self) -> None:
+        """Blocking: registers the pools."""
+        self._agent.start()
+
+    def hold(self, held: bool) -> None:
+        if self._held and not held:
+            self._until = time.monotonic() + LINGER_SECONDS
+        self._held = held
+
+    async def fetch(self, asked: Fetch) -> Fetched:
+        try:
+            if not 0 <= asked.local_rank < self._span.rank_count:
+                raise TransferError(f"rank {asked.local_rank} of a host with {self._span.rank_count}")
+            pull = Pull(
+                peer_of(asked.peer), asked.remote_rank, asked.remote_ids, asked.local_rank, asked.local_ids,
+                bytes_of(asked.notice),
+            )  # fmt: skip
+            return Fetched(asked.number, await self._agent.pull(pull))
+        except TransferError as error:
+            return Fetched(asked.number, 0, str(error) or "unknown reason")
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class Carrier(Protocol):
+    """What carries a question to the host of a rank; the coordinator does."""
+
+    def fetch(self, pull: Pull) -> asyncio.Future[int]:
+        """On the caller's event loop; for a rank of another host. Fails with TransferError."""
+        ...
+
+
+class ReplicaAgent:
+    """A `transfer.agent.KvAgent` for all ranks of a replica: the leader's own agent, and those of the rank hosts."""
+
+    def __init__(self, own: TransferAgent, others: Sequence[Agent], carrier: Carrier) -> None:
+        self.name = own.name
+        self._own, self._others, self._carrier = own, tuple(peer_of(other) for other in others), carrier
+        self.regions = tuple(itertools.chain(own.regions, *(peer.regions for peer in self._others)))
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._own.failure
+
+    @property
+    def described(self) -> Peer:
+        return replace(self._own.described, others=self._others)
+
+    def start(self) -> None:
+        self._own.start()
+
+    async def pull(self, pull: Pull) -> int:
+        """As `TransferAgent.pull`: a cancellation is let through only when nothing writes to the blocks any more."""
+        if pull.local_rank < len(self._own.regions):
+            return await self._own.pull(pull)
+        asked = self._carrier.fetch(pull)
+        cancelled: asyncio.CancelledError | None = None
+        while not asked.done():
+            try:
+                await asyncio.wait([asked])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            with contextlib.suppress(TransferError):
+                asked.result()
+            raise cancelled
+        return asked.result()
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def bytes_of(text: str) -> bytes:
+    """Raises ProtocolError for what is no base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ProtocolError(f"bytes that are no base64: {error}") from None

@@ -15,7 +15,7 @@ from glm52_engine.lifecycle import trace
 from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.logs import bound
 from glm52_engine.lifecycle.start import InternalToken
-from glm52_engine.lifecycle.states import Probe, ready_probe, startup_probe
+from glm52_engine.lifecycle.states import Probe, Stage, ready_probe, startup_probe
 from glm52_engine.route.call import REQUEST_ID, Exchange, PublicEndpoint
 from glm52_engine.route.errors import as_answer
 from glm52_engine.route.legs import Legs
@@ -86,7 +86,15 @@ class Router:
                 web.post("/internal/v1/drain", self._drain),
             ]
         )
+        app.on_response_prepare.append(self._let_go)
         return app
+
+    async def _let_go(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A client that keeps its connection never learns of other routers: it would be refused, or cut off, here."""
+        if self.life.state.stage is Stage.DRAINING:
+            response.force_close()
+            # The headers are made before this is called.
+            response.headers["connection"] = "close"
 
     def _serving(self, endpoint: PublicEndpoint) -> Handler:
         async def serve(request: web.Request) -> web.StreamResponse:

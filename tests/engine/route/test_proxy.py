@@ -14,7 +14,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from glm52_engine.route import legs
-from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder, events, until, value
+from tests.engine.serve.deployment import HEADERS, PROMPT, Builder, Deployment, body, builder, events, until, value
 from tests.engine.serve.fakes import FakeEngine, expected_text
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -312,3 +312,18 @@ async def test_a_client_that_leaves_with_a_whole_stream_was_answered(build: Buil
         await asyncio.sleep(0.01)
     left.set()
     assert (await answered(), await value(made, made.url, "glm52_router_aborted_total")) == (1, 0)
+
+
+async def test_a_router_that_drains_lets_its_connections_go(build: Builder) -> None:
+    """A client that keeps one would be refused here, or cut off, where another router would have served it."""
+    made = await build.deployment([FakeEngine()], [FakeEngine(step_seconds=0.05)])
+    before = await made.post("/v1/completions", body())
+    seen = len(made.decode[0].engine.decoded)
+    streaming = asyncio.create_task(made.post("/v1/completions", body(max_tokens=20)))
+    await until("it decodes", lambda: len(made.decode[0].engine.decoded) > seen)
+    drained = await made.post("/internal/v1/drain", {"wait_seconds": 0}, headers=HEADERS)
+    late = await made.post("/v1/completions", body(stream=True))
+    assert (before.status, before.headers.get("connection")) == (200, None)
+    assert [(a.status, a.headers.get("connection")) for a in (drained, late)] == [(200, "close"), (503, "close")]
+    last = await streaming
+    assert (last.status, last.headers.get("connection")) == (200, "close")

@@ -126,6 +126,7 @@ def test_a_stuck_image_stops_early_and_its_fix_needs_no_hand(chat: Space, kubele
 
 def test_a_paused_rollout_waits_and_suspend_drains_all(chat: Space) -> None:
     before = uids(chat, "decode")
+    chat.apply(deployment("early", rollout={"paused": True}))
     chat.edit("chat", rollout={"paused": True}, restart="later")
     chat.until_condition("chat", "Progressing", reason="Paused")
     assert uids(chat, "decode") == before
@@ -135,6 +136,7 @@ def test_a_paused_rollout_waits_and_suspend_drains_all(chat: Space) -> None:
     chat.edit("chat", suspend=True)
     chat.until_condition("chat", "Ready", reason="Suspended")
     chat.until("every pod is gone", lambda: not chat.pods("chat"))
+    chat.until_ready("early")
     chat.until_ready("chat", generation(chat.edit("chat", suspend=False)))
     assert len(chat.pods("chat", "decode")) == 3
 

@@ -142,3 +142,21 @@ async def test_suspend_takes_everything_down_and_is_quiet_then(world: World) -> 
     world.edit(suspend=False)
     await world.run()
     assert world.api.find("StatefulSet", "chat-decode")["spec"]["replicas"] == 2
+
+
+async def test_a_deployment_that_begins_paused_gets_its_router(clock: FakeClock) -> None:
+    world = new_world(clock)
+    world.edit(rollout={"paused": True})
+    await world.run()
+    # A Deployment's controller makes no pods of one that was paused before it had seen it.
+    await world.run()
+    assert "paused" not in world.api.find("Deployment", "chat-router")["spec"]
+    world.serve()
+    await world.run()
+    assert world.api.find("Deployment", "chat-router")["spec"]["paused"] is True
+    observed(world, "Deployment", "chat-router")
+    await world.run()
+    assert world.condition("Ready")["status"] == "True"
+    world.api.calls.clear()
+    await world.run()
+    assert world.api.writes == []

@@ -25,6 +25,15 @@ def stamp(child: Object) -> Object:
     return {**child, "metadata": {**meta, "annotations": annotations}}
 
 
+def startable(child: Object, observed: Object | None) -> Object:
+    """The child as it can be applied now: a Deployment that is paused before its controller has seen it would never
+    make a pod, so it is paused from then on."""
+    seen = (observed or {}).get("status", {}).get("observedGeneration")
+    if child["kind"] != "Deployment" or seen or "paused" not in child["spec"]:
+        return child
+    return {**child, "spec": {key: value for key, value in child["spec"].items() if key != "paused"}}
+
+
 def difference(desired: Object, observed: Object) -> str | None:
     """Path of the first thing that an apply would change, or None.
 

@@ -11,7 +11,7 @@ from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.desired.target import Object, Target
-from glm52_operator.plan.changes import difference, repair, stamp
+from glm52_operator.plan.changes import difference, repair, stamp, startable
 from glm52_operator.plan.failures import Failure, classify, leaving, not_ours
 from glm52_operator.plan.ownership import Ownership, ownership
 from glm52_operator.reconcile.client import Api, ApiError
@@ -63,7 +63,7 @@ class Applier:
 
         `complete`: all children were there for this specification, so a missing one was taken away.
         """
-        desired = [stamp(child) for child in build(target)]
+        desired = [stamp(startable(child, self._known(child))) for child in build(target)]
         applied = await self._apply_all(target, desired, complete=complete)
         applied.failures += await self._prune(target, desired)
         return applied
@@ -72,6 +72,10 @@ class Applier:
         """Nothing of it is there yet."""
         key = target.namespace, target.name
         return not any(any(True for _ in self.store.owned(kind, key)) for kind in CHILDREN)
+
+    def _known(self, child: Object) -> Object | None:
+        meta = child["metadata"]
+        return self.store.get(BY_KIND[child["kind"]], meta["namespace"], meta["name"])
 
     def forget(self, uid: str) -> None:
         self._secret_seen.pop(uid, None)

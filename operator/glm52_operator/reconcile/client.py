@@ -101,7 +101,7 @@ class Api:
         items: builtins.list[Object] = []
         token: str | None = None
         while True:
-            query = [("limit", "500")]
+            query = [("limit", "200")]
             query += [("labelSelector", labels)] if labels else []
             query += [("fieldSelector", fields)] if fields else []
             query += [("continue", token)] if token else []

@@ -27,7 +27,7 @@ from glm52_operator.reconcile.listen import Listener, over_http
 from glm52_operator.reconcile.metrics import BROKEN, FAILED, SETTLED, WAITING, Metrics
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.reconciler import Reconciler, is_complete
-from glm52_operator.reconcile.store import Key, Store
+from glm52_operator.reconcile.store import Key, Store, slim
 from glm52_operator.settings import Settings
 
 log = logging.getLogger("glm52.operator")
@@ -242,7 +242,9 @@ class Operator:
 
     async def _list_all(self) -> bool:
         try:
-            await asyncio.gather(*(self._list(kind) for kind in WATCHED))
+            # One after the other: a list is many times larger while it is parsed than what is kept of it.
+            for kind in WATCHED:
+                await self._list(kind)
         except ApiError as error:
             log.error("%s", _explain(error))
             return False
@@ -253,7 +255,7 @@ class Operator:
         concerned: set[Key] = set()
         labels = None if kind is DEPLOYMENT_RESOURCE else MANAGED_SELECTOR
         for namespace in self.settings.scopes:
-            objects, version = await self.api.list(kind, namespace, labels=labels)
+            objects, version = await self.api.list(kind, namespace, labels=labels, keep=slim)
             concerned |= self.store.replace(kind, namespace, objects, version)
         return concerned
 

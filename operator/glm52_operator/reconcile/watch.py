@@ -54,12 +54,15 @@ def settings() -> kopf.OperatorSettings:
     own.scanning.disabled = True
     # A stop waits that long for kopf to empty its queues; ours is emptied by itself.
     own.queueing.exit_timeout = 0.5
+    # A task and a queue for each object that changed lately; making them anew costs less than keeping thousands.
+    own.queueing.idle_timeout = 0.5
     own.networking.request_timeout = 30
     # The server ends each watch, and it goes on from there. One that does not end in time was cut silently: this is how
     # long it can go unnoticed. Bookmarks come once a minute, which is too seldom to tell.
     own.watching.server_timeout = 40
     own.watching.client_timeout = 45
     own.watching.connect_timeout = 5
+    own.watching.chunk_size = 200
     for kind in WATCHED:
         if kind is not DEPLOYMENT_RESOURCE:
             own.watching.label_selectors[_selector(kind)] = MANAGED_SELECTOR

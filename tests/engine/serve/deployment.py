@@ -133,7 +133,7 @@ class Builder:
     ) -> RunningPod:
         """A ready pod; with `gate` one that listens and loads until the gate opens, given back in that phase."""
 
-        def load(config: EngineConfig, role: Role, on_phase: Callable[[str], None]) -> Any:
+        def load(config: EngineConfig, role: Role, on_phase: Callable[[str], None], **hosts: Any) -> Any:
             if gate is not None:
                 on_phase("a phase")
                 gate.wait(20)

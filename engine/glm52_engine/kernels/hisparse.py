@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from glm52_engine.kernels.chain import CHAINED, after_previous
-from glm52_engine.kernels.residency import POISON, HostRows, Plan, Residency
+from glm52_engine.kernels.residency import COUNTERS, POISON, HostRows, Plan, Residency
 
 WORD = 4
 """Bytes that a lane counts in; four words in a row are one access of 16 bytes."""
@@ -111,11 +111,14 @@ def resolve(
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _gather(
     slots, rows, count, host, hot, counters, block_chunks, layer_chunks, hot_chunks,
-    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BC: tl.constexpr, UNWRITTEN: tl.constexpr, DEBUG: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BC: tl.constexpr, UNWRITTEN: tl.constexpr, FETCHED: tl.constexpr,
+    DEBUG: tl.constexpr,
 ):  # fmt: skip
     chunks: tl.constexpr = WORDS // 4
     total = tl.load(count) * chunks
     layer = tl.program_id(1).to(tl.int64)
+    if tl.program_id(0) == 0:
+        tl.atomic_add(counters + FETCHED, tl.load(count).to(tl.int64), sem="relaxed")
     host += layer * layer_chunks * 4
     hot += layer * hot_chunks * 4
     word = tl.arange(0, 4)
@@ -134,7 +137,7 @@ def _gather(
         if DEBUG:
             # Counted once a row: its last chunk stands for it, since rows are written whole.
             poisoned = found & (part == WORDS - 4) & (tl.min((value == UNWRITTEN).to(tl.int32), 1) == 1)
-            tl.atomic_add(counters + 3, tl.sum(poisoned.to(tl.int64), 0), sem="relaxed")
+            tl.atomic_add(counters + FETCHED + 1, tl.sum(poisoned.to(tl.int64), 0), sem="relaxed")
 
 
 def gather(
@@ -152,7 +155,7 @@ def gather(
     _gather[(min(programs, most), len(layers))](
         plan.slots, plan.rows, plan.count[group:], *_rows(host, hot, layers), residency.counters,
         *_chunks(host, hot), BLOCK_SIZE=host.block_size, WORDS=host.row_bytes // WORD, BC=block, UNWRITTEN=_POISON_WORD,
-        DEBUG=debug, num_warps=warps,
+        FETCHED=COUNTERS.index("fetched"), DEBUG=debug, num_warps=warps,
     )  # fmt: skip
 
 

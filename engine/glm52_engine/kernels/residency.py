@@ -27,7 +27,7 @@ class Residency:
 
     owner int32 [G, S + 1, H]: KV slot that a hot row holds, -1 for none. order int16 [G, S + 1, H]: hot rows, the one
     that was used the longest ago first. where int16 [G, slots + 1]: hot row that last took a KV slot. used int8
-    [S + 1, H]: work space of the Triton form, zero between two calls. counters int64 [4]: see `COUNTERS`. The last
+    [S + 1, H]: work space of the Triton form, zero between two calls. counters int64 [5]: see `COUNTERS`. The last
     seat and the last slot take what padding rows would write.
 
     `where` is a hint and `owner` the truth: a row is resident only where both agree. So an entry of `where` may
@@ -70,8 +70,9 @@ class Residency:
         return self.rows + 1
 
 
-COUNTERS = ("hits", "misses", "out of bounds", "unwritten")
-"""What `Residency.counters` counts, in rows of one layer since the start: `unwritten` in debug mode only."""
+COUNTERS = ("hits", "misses", "out of bounds", "fetched", "unwritten")
+"""What `Residency.counters` counts since the start: rows that full layers looked for, and of all layers those that came
+from host memory; `unwritten` of them in debug mode only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,7 @@ def gather(
     """
     entry = torch.arange(len(plan.slots), device=plan.slots.device)
     wanted = entry < plan.count[group]
+    residency.counters[COUNTERS.index("fetched")] += plan.count[group] * len(layers)
     found = (wanted & (plan.slots >= 0)).to(host.tensor.device).unsqueeze(1)
     slot = torch.where(found[:, 0], plan.slots.to(host.tensor.device), 0).long()
     for layer in layers:

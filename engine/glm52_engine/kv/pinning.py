@@ -87,6 +87,8 @@ def place_of(pci: str, *, sysfs: Path = Path("/sys")) -> Place:
 def gpu_place(index: int) -> Place:
     """See `place_of`; the GPU by torch's number."""
     known: Any = torch.cuda.get_device_properties(index)
+    if not hasattr(known, "pci_domain_id"):  # a PyTorch that does not say
+        return Place()
     return place_of(f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0")
 
 

@@ -51,7 +51,9 @@ class HotPool:
         )
         count = -(-(seats * self.residency.stride + 1) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self.hot = torch.zeros(self.groups[-1].stop, count, host.row_bytes, dtype=torch.uint8, device=self.device)
-        self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        cuda = self.device.type == "cuda"
+        self.copies = torch.cuda.Stream(self.device) if cuda else None
+        self._told = torch.zeros_like(self.residency.counters, device="cpu", pin_memory=cuda)
         if debug:
             host.tensor.fill_(POISON)
 
@@ -73,8 +75,12 @@ class HotPool:
         return self.hot[layer].view(dtype)
 
     def counters(self) -> dict[str, int]:
-        """Rows of one layer since the start, by `COUNTERS`; waits for the device."""
-        return dict(zip(COUNTERS, self.residency.counters.tolist(), strict=True))
+        """By `COUNTERS`, as of the last step that has ended; waits for nothing."""
+        return dict(zip(COUNTERS, self._told.tolist(), strict=True))
+
+    def tell(self) -> None:
+        """Enqueue what makes `counters` new."""
+        self._told.copy_(self.residency.counters, non_blocking=True)
 
     def poison(self, blocks: Sequence[int], written: int) -> None:
         """For debug mode: nobody has written the rows of these blocks behind their first `written` tokens."""
@@ -140,6 +146,7 @@ class HotStep:
         pool = self._pool
         layers = range(pool.groups[-1].stop)
         pool.form.write_back(self._plan, self._own, self._active, pool.host, pool.hot, layers)
+        pool.tell()
 
     def _aside(self, work: Callable[[], None]) -> torch.cuda.Event | None:
         """Enqueue on the stream of copies, behind what was enqueued so far; the event says when it is done."""

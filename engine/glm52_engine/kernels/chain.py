@@ -21,18 +21,6 @@ def after_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def fetch_ahead(at, PDL: tl.constexpr):
-    """Bring what lies at these addresses into the L2 cache; for weights, before `after_previous`.
-
-    Nobody writes weights, so they may be read while the kernel before still runs: else memory would idle through all
-    the short kernels between two products.
-    """
-    if PDL:
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
 def _supported() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 

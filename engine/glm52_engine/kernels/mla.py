@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from glm52_engine.kernels.cache_rows import Fp8Rows, Rows, group_of
-from glm52_engine.kernels.chain import CHAINED, after_previous, fetch_ahead
+from glm52_engine.kernels.chain import CHAINED, after_previous
 from glm52_engine.kernels.rows import _rotated, split_rows
 
 LOG2E = 1.4426950408889634
@@ -19,9 +19,9 @@ def _absorb(
     b, kv_b, cos, sin, query, index_query,
     rows, b_split, b_row, head_width, nope, latent, index_at,
     SPLITS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX: tl.constexpr, ROPE2: tl.constexpr,
-    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr,
-    PDL: tl.constexpr,
+    V: tl.constexpr, COPIES: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     part = tl.program_id(0)
     tile = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -32,11 +32,6 @@ def _absorb(
     c_at = tile * BL + tl.arange(0, BL)
     k = tl.arange(0, BK)
     w_at = kv_b + (part * (nope + V) + k).to(tl.int64)[None, :] * latent + c_at[:, None]
-    if (part < HEADS) & (tile * BL < latent):
-        ahead = tile * BL + tl.arange(0, BL // LINE) * LINE
-        rows_ahead = (part * (nope + V) + tl.minimum(k, nope - 1)).to(tl.int64)
-        fetch_ahead(kv_b + rows_ahead[:, None] * latent + ahead[None, :], PDL)
-    after_previous(PDL)
     if (part < HEADS) & (tile * BL < latent):
         weight = tl.load(w_at, (k < nope)[None, :] & (c_at < latent)[:, None], other=0.0)
         q = tl.zeros((BK, BM), tl.float32)
@@ -102,8 +97,7 @@ def absorb(
         b, kv_b, cos, sin, query, query if index_query is None else index_query,
         rows, b.stride(0), b.stride(1), nope + rope, nope, latent, heads * (nope + rope),
         SPLITS=splits, HEADS=heads, INDEX_HEADS=max(1, index_heads), INDEX=index_dim, ROPE2=rope // 2, V=value,
-        COPIES=copies, BM=block_m, BL=block_l, BK=triton.next_power_of_2(nope),
-        LINE=min(block_l, 128 // kv_b.element_size()), num_warps=warps, **CHAINED,
+        COPIES=copies, BM=block_m, BL=block_l, BK=triton.next_power_of_2(nope), num_warps=warps, **CHAINED,
     )  # fmt: skip
 
 
@@ -358,15 +352,12 @@ def _expand(
     attended, kv_b, out, rows, nope, latent,
     HEADS: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     head = tl.program_id(0)
     v = tl.program_id(1) * BV + tl.arange(0, BV)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     m64 = m.to(tl.int64)
     k = tl.arange(0, BK)
-    ahead = tl.minimum(tl.arange(0, 8) * 64, latent - 1)
-    rows_ahead = (head * (nope + V) + nope + tl.minimum(v, V - 1)).to(tl.int64)
-    fetch_ahead(kv_b + rows_ahead[:, None] * latent + ahead[None, :], PDL)
-    after_previous(PDL)
     acc = tl.zeros((BV, BM), tl.float32)
     for start in range(0, latent, BK):
         at = kv_b + (head * (nope + V) + nope + v).to(tl.int64)[:, None] * latent + start + k[None, :]

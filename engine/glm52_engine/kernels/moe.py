@@ -5,12 +5,14 @@ The shared expert is expert number E of the same products: every row goes to it 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from glm52_engine.kernels import linear
-from glm52_engine.kernels.chain import CHAINED, after_previous, fetch_ahead
+from glm52_engine.kernels.chain import CHAINED, after_previous
 
 
 @triton.jit
@@ -53,38 +55,29 @@ def _choose(
     used = count > 0
     at = tl.cumsum(used.to(tl.int32), 0) - 1
     total = tl.sum(used.to(tl.int32), 0)
-    tl.store(busy + 1, experts)
-    tl.store(busy + 2 + at, e, used)
+    tl.store(busy + 1 + at, e, used)
+    tl.store(busy + 1 + total, experts)
     tl.store(busy, total + 1)
-
-
-@triton.jit
-def _fetch_rows(w, n, n_total, k_total, PDL: tl.constexpr):
-    """The first 4 KiB of rows n, or less where rows are shorter."""
-    line: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-    k = tl.minimum(tl.arange(0, 32) * line, k_total - 1)
-    fetch_ahead(w + tl.minimum(n, n_total - 1).to(tl.int64)[:, None] * k_total + k[None, :], PDL)
 
 
 @triton.jit
 def _up(
     x, w, scale, counts, members, busy, out,
-    rows, dim, inner, experts,
+    rows, dim, inner,
     SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     which = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    if which == 0:  # the shared expert, whoever else is chosen
-        _fetch_rows(w + tl.cast(experts, tl.int64) * 2 * inner * dim, n, inner, dim, PDL)
-        _fetch_rows(w + (tl.cast(experts, tl.int64) * 2 + 1) * inner * dim, n, inner, dim, PDL)
-    after_previous(PDL)
     if which < tl.load(busy):
         expert = tl.load(busy + 1 + which)
         count = tl.load(counts + expert)
         k = tl.arange(0, BK)
         n_in = n < inner
-        base = w + expert.to(tl.int64) * 2 * inner * dim
-        gate = base + n.to(tl.int64)[:, None] * dim + k[None, :]
+        each: tl.constexpr = 2 if FP8 else 1
+        k_w = tl.arange(0, BK // each)
+        base = w + expert.to(tl.int64) * 2 * inner * (dim // each)
+        gate = base + n.to(tl.int64)[:, None] * (dim // each) + k_w[None, :]
         by_row = tl.cdiv(dim, 128)
         if FP8:
             by = scale + expert.to(tl.int64) * (2 * inner // 128) * by_row + (n // 128) * by_row
@@ -97,14 +90,15 @@ def _up(
             acc_up = tl.zeros((BN, BM), tl.float32)
             for start in range(0, dim, BK):
                 k_in = start + k < dim
-                wg = tl.load(gate + start, n_in[:, None] & k_in[None, :], other=0.0)
-                wu = tl.load(gate + inner * dim + start, n_in[:, None] & k_in[None, :], other=0.0)
+                w_in = n_in[:, None] & (start // each + k_w < dim // each)[None, :]
+                wg = tl.load(gate + start // each, w_in, other=0)
+                wu = tl.load(gate + inner * (dim // each) + start // each, w_in, other=0)
                 xs = tl.load(token + start, m_in & k_in[:, None], other=0.0)
                 if FP8:
                     sg = tl.load(by + start // 128, n_in, other=0.0)
                     su = tl.load(by + (inner // 128) * by_row + start // 128, n_in, other=0.0)
-                    acc_gate += tl.dot(wg.to(xs.dtype), xs) * sg[:, None]
-                    acc_up += tl.dot(wu.to(xs.dtype), xs) * su[:, None]
+                    acc_gate += linear.fp8_dot(wg, xs) * sg[:, None]
+                    acc_up += linear.fp8_dot(wu, xs) * su[:, None]
                 else:
                     acc_gate = tl.dot(wg, xs, acc_gate)
                     acc_up = tl.dot(wu, xs, acc_up)
@@ -116,20 +110,21 @@ def _up(
 @triton.jit
 def _down(
     h, w, scale, counts, members, busy, weights, out,
-    rows, dim, inner, experts,
+    rows, dim, inner,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     which = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    if which == 0:
-        _fetch_rows(w + tl.cast(experts, tl.int64) * dim * inner, n, dim, inner, PDL)
-    after_previous(PDL)
     if which < tl.load(busy):
         expert = tl.load(busy + 1 + which)
         count = tl.load(counts + expert)
         k = tl.arange(0, BK)
         n_in = n < dim
-        base = w + expert.to(tl.int64) * dim * inner + n.to(tl.int64)[:, None] * inner + k[None, :]
+        each: tl.constexpr = 2 if FP8 else 1
+        k_w = tl.arange(0, BK // each)
+        width = inner // each
+        base = w + expert.to(tl.int64) * dim * width + n.to(tl.int64)[:, None] * width + k_w[None, :]
         by_row = tl.cdiv(inner, 128)
         if FP8:
             by = scale + expert.to(tl.int64) * tl.cdiv(dim, 128) * by_row + (n // 128) * by_row
@@ -141,11 +136,12 @@ def _down(
             acc = tl.zeros((BN, BM), tl.float32)
             for start in range(0, inner, BK):
                 k_in = start + k < inner
-                ws = tl.load(base + start, n_in[:, None] & k_in[None, :], other=0.0)
+                w_in = n_in[:, None] & (start // each + k_w < width)[None, :]
+                ws = tl.load(base + start // each, w_in, other=0)
                 xs = tl.load(row + start, m_in & k_in[:, None], other=0.0)
                 if FP8:
                     s = tl.load(by + start // 128, n_in, other=0.0)
-                    acc += tl.dot(ws.to(xs.dtype), xs) * s[:, None]
+                    acc += linear.fp8_dot(ws, xs) * s[:, None]
                 else:
                     acc = tl.dot(ws, xs, acc)
             weight = tl.load(weights + flat, flat >= 0, other=0.0)
@@ -160,8 +156,7 @@ class Routed:
     """Work buffers of one MoE layer's choice for T rows: who goes where, and with what weight.
 
     counts int32 [E + 1]; members int32 [E + 1, T]: row × slots + slot, in order of rows; weights float32 [T, slots];
-    busy int32 [2 + E]: how many experts have rows, then their numbers, the shared one first. slots = experts per
-    token + 1.
+    busy int32 [2 + E]: how many experts have rows, then their numbers. slots = experts per token + 1.
     """
 
     def __init__(self, rows: int, experts: int, top: int, device: torch.device | str) -> None:
@@ -214,11 +209,36 @@ def up(
     """
     rows, dim = x.shape
     inner = out.shape[2]
-    _up[(triton.cdiv(inner, 64), routed.most_busy)](
-        x, weight, scale, routed.counts, routed.members, routed.busy, out, rows, dim, inner, routed.experts,
-        SLOTS=routed.slots, BM=_block_m(rows), BN=64, BK=min(128, triton.next_power_of_2(dim)),
-        FP8=scale is not None, num_warps=4, num_stages=5 if rows <= 16 else 4, **CHAINED,
+    tiles = _up_tiles(rows, dense=routed.experts == 0, fp8=scale is not None)
+    _up[(triton.cdiv(inner, tiles.n), routed.most_busy)](
+        x, linear.in_pairs(weight), scale, routed.counts, routed.members, routed.busy, out, rows, dim, inner,
+        SLOTS=routed.slots, BM=_block_m(rows), BN=tiles.n, BK=min(tiles.k, triton.next_power_of_2(dim)),
+        FP8=scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, **CHAINED,
     )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """Rows and columns of the weights that a program takes at a time, stages of its pipeline, warps."""
+
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+
+def _up_tiles(rows: int, *, dense: bool, fp8: bool) -> Tiles:
+    """Measured on an H200, in whole steps; the scales of FP8 blocks want k of 128.
+
+    A dense MLP has too few tiles for every multiprocessor twice: one wave of large ones, with more bytes in flight.
+    """
+    return Tiles(128, 64, 5, 8) if dense and rows > 32 and not fp8 else Tiles(64, 128, 4, 4)
+
+
+def _down_tiles(rows: int, *, dense: bool, fp8: bool) -> Tiles:
+    """See `_up_tiles`."""
+    if dense and rows > 32 and not fp8:
+        return Tiles(64, 128, 6, 8)
+    return Tiles(64, 64, 3, 4) if rows > 32 and not fp8 else Tiles(64, 128, 4, 4)
 
 
 def _block_m(rows: int) -> int:
@@ -235,14 +255,11 @@ def down(
     """
     rows, _, inner = h.shape
     dim = out.shape[2]
-    # Measured on an H200; the scales of FP8 blocks want whole blocks.
-    block_n, block_k, stages = (128, 128, 3) if rows <= 16 else (64, 128, 3) if rows <= 32 else (64, 64, 3)
-    if scale is not None:
-        block_n, block_k, stages = 64, 128, 4
-    _down[(triton.cdiv(dim, block_n), routed.most_busy)](
-        h, weight, scale, routed.counts, routed.members, routed.busy, routed.weights, out, rows, dim, inner,
-        routed.experts, BM=_block_m(rows), BN=block_n, BK=min(block_k, triton.next_power_of_2(inner)),
-        FP8=scale is not None, num_warps=4, num_stages=stages, **CHAINED,
+    tiles = _down_tiles(rows, dense=routed.experts == 0, fp8=scale is not None)
+    _down[(triton.cdiv(dim, tiles.n), routed.most_busy)](
+        h, linear.in_pairs(weight), scale, routed.counts, routed.members, routed.busy, routed.weights, out,
+        rows, dim, inner, BM=_block_m(rows), BN=tiles.n, BK=min(tiles.k, triton.next_power_of_2(inner)),
+        FP8=scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, **CHAINED,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from glm52_engine.kernels import index as index_kernels
 from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
+from glm52_engine.kernels.cache_rows import Rows, load
 from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
 from glm52_engine.model.matrix import Matrix
 from glm52_engine.model.mla import LATENT_NORM_EPS
@@ -33,6 +34,15 @@ class _Context:
     block_rows: int
     sequences: torch.Tensor | None
     wide: torch.Tensor | None
+
+    def keys(self, stored: Rows, dtype: torch.dtype) -> tuple[Rows, torch.Tensor]:
+        """Index keys of a layer, and the block table by which rows find theirs.
+
+        FP8 keys are widened too: converting a key again for every row costs more than the bytes that it saves.
+        """
+        if self.sequences is None:
+            return stored, self.table
+        return load(stored, (self.sequences.long(),), dtype).flatten(0, 1), self.places
 
     def rows(self, pool: DevicePool, layer: int) -> torch.Tensor:
         """This layer's MLA rows, which `places` counts in."""
@@ -139,13 +149,14 @@ class Prefill:
         selected: torch.Tensor, together: int,
     ) -> None:  # fmt: skip
         spec, pool = self._weights.spec, self._pool
+        stored, table = context.keys(keys.keys, query.dtype)
         scores = query.new_empty((min(_SCORE_ROWS, len(query)), longest), dtype=torch.float32)
         for first in range(0, len(query), _SCORE_ROWS):
             part = slice(first, first + _SCORE_ROWS)
             # `top_k` zeroes the second buffer only as far as this tile's rows: the next tile may have more.
             self._counts[0].zero_()
             index_kernels.scores(
-                query[part], keys.head_weights[part], keys.keys, context.table[part], lengths[part],
+                query[part], keys.head_weights[part], stored, table[part], lengths[part],
                 scores[: len(query[part])],
                 top_k=spec.index_topk, counts=self._counts[0], together=together,
             )  # fmt: skip

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from e2e.busy import PORT as BUSY_PORT
+from e2e.busy import READY_SECONDS
+from e2e.busy import manifest as busy_manifest
 from e2e.cluster import Cluster
 from e2e.kube import Kubectl, until, wait_ready
 from e2e.manifests import deployment
 from e2e.reference import Reference
 
+BUSY = busy_manifest()
 CHAT = "chat"
 CHAT_PORT = 30081
 
@@ -46,9 +51,40 @@ def chat(kubectl: Kubectl, cluster: Cluster) -> Iterator[Kubectl]:
 
 @pytest.fixture(scope="session")
 def chat_url(chat: Kubectl) -> str:
-    import urllib.request
+    return router_url(CHAT_PORT)
 
-    url = f"http://127.0.0.1:{CHAT_PORT}"
+
+@pytest.fixture(scope="session")
+def busy(kubectl: Kubectl) -> Iterator[Kubectl]:
+    """kubectl in the namespace of a Ready deployment `busy`: two of everything; see e2e.busy."""
+    namespace = "t-busy"
+    kubectl("delete", "namespace", namespace, "--ignore-not-found", timeout=180)
+    kubectl("create", "namespace", namespace)
+    within = kubectl.within(namespace)
+    within.apply(BUSY)
+    wait_ready(within, BUSY["metadata"]["name"], READY_SECONDS)
+    yield within
+    kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def busy_url(busy: Kubectl) -> str:
+    return router_url(BUSY_PORT)
+
+
+@pytest.fixture(scope="session")
+def other_image(kubectl: Kubectl, cluster: Cluster) -> str:
+    """The engine image under another name, as one of another version would have it, on every node that takes pods."""
+    image = cluster.images["engine"]
+    other = f"{image}-upgrade"
+    for node in kubectl.list("nodes", "!node-role.kubernetes.io/control-plane"):
+        cluster.on_node(node["metadata"]["name"], "ctr", "-n", "k8s.io", "images", "tag", "--force", image, other)
+    return other
+
+
+def router_url(port: int) -> str:
+    """Where a router answers that is Ready behind a node port."""
+    url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
         try:

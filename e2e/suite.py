@@ -81,7 +81,10 @@ def cluster() -> int:
 
 def e2e() -> int:
     # Most of a cluster test is waiting for the kubelet: two at a time, each file in namespaces of its own.
-    code = pytest("cluster", "e2e", "--durations=15", "-n", "2")
+    codes = [pytest("cluster and not disruptive", "e2e", "--durations=15", "-n", "2")]
+    # -s: how many requests there were in each part, and how long it was until all was well again.
+    codes.append(pytest("disruptive", "e2e", "--durations=15", "-s"))
+    code = first_failure(codes)
     if code:
         logs = ROOT / "build/cluster-logs"
         run(PYTHON, "-m", "e2e.cluster", "logs", logs)

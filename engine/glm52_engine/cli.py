@@ -20,6 +20,7 @@ from glm52_engine.config import (
     Preset,
 )
 from glm52_engine.config import EXIT_CODES as CODES
+from glm52_engine.ranks.place import place_of
 from glm52_engine.ranks.spans import RANK_PORT, RankHost
 from glm52_engine.sizing import PROPAGATION_SECONDS
 
@@ -80,6 +81,14 @@ def _add_serve(commands: Any) -> None:
         type=_rank_host_address,
         help="another pod of this replica, in the order of their ranks; repeatable",
     )
+    command.add_argument(
+        "--hosts",
+        type=_count,
+        default=1,
+        help="pods of a replica; which of them this one is says the number in POD_NAME, and all but the first are rank "
+        "hosts (%(default)s)",
+    )
+    command.add_argument("--domain", default="", help="with --hosts: what the pods have their DNS names under")
     _server_options(command)
     command.set_defaults(run=_serve)
 
@@ -184,8 +193,32 @@ def _rank_host_address(text: str) -> str:
 def _serve(args: argparse.Namespace) -> int:
     from glm52_engine.serve.process import ServeOptions, serve
 
-    options = ServeOptions(args.role, rank_hosts=tuple(args.rank_host), **_server(args))
+    rank_hosts = tuple(args.rank_host)
+    if args.hosts > 1:
+        place = place_of(os.environ.get("POD_NAME", ""), args.hosts, args.domain)
+        if place.index:
+            return _pod_of_replica(args, place.index)
+        rank_hosts = place.rank_hosts
+    options = ServeOptions(args.role, rank_hosts=rank_hosts, **_server(args))
     _leave(serve(options))
+    return 0
+
+
+def _pod_of_replica(args: argparse.Namespace, index: int) -> int:
+    """A pod of the same StatefulSet as its leader, and so with the same arguments: the kubelet probes the same port."""
+    from glm52_engine.ranks.process import RankHostOptions, rank_host
+
+    options = RankHostOptions(
+        role=args.role,
+        config=args.config,
+        token_file=args.token_file,
+        host=args.host,
+        port=RANK_PORT,
+        hosts=args.hosts,
+        index=index,
+        probe_port=args.port,
+    )
+    _leave(rank_host(options))
     return 0
 
 

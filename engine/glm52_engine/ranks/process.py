@@ -11,6 +11,7 @@ the blocks, and memory of a device is let go for certain only with the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import socket
@@ -23,6 +24,7 @@ from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.ranks.crew import RankFailed
 from glm52_engine.ranks.frames import ProtocolError
+from glm52_engine.ranks.health import probes
 from glm52_engine.ranks.host import Ended, Ready, Session
 from glm52_engine.ranks.kv import HostAgent
 from glm52_engine.ranks.link import LinkLost
@@ -40,7 +42,10 @@ LINGER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankHostOptions:
-    """`hosts`: of the replica, the leader included; `index`: which of them this one is, the leader being 0."""
+    """`hosts`: of the replica, the leader included; `index`: which of them this one is, the leader being 0.
+
+    `probe_port`: where the kubelet asks how it is; None where there is none.
+    """
 
     role: Role
     config: str
@@ -50,6 +55,7 @@ class RankHostOptions:
     hosts: int
     index: int
     listen_fd: int | None = None
+    probe_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +112,17 @@ class HostProcess:
         await reception.open(self._listener)
         log.info("listening for the leader", extra={"port": self._listener.getsockname()[1]})
         loading = asyncio.create_task(self._load(reception, phases))
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(reception.close)
+            if self.options.probe_port is not None:
+                started = loading.done
+                await stack.enter_async_context(
+                    probes(self.options.host, self.options.probe_port, started=started, ready=self._is_joined)
+                )
             return await self._serve(reception, loading, phases)
-        finally:
-            await reception.close()
+
+    def _is_joined(self) -> bool:
+        return self._session is not None and self._session.joined
 
     async def _serve(self, reception: Reception, loading: asyncio.Task[Ready], phases: Phases) -> End:
         term = asyncio.create_task(self._terminated.wait())

@@ -3,9 +3,11 @@ understands, the status says what happened, and the replica comes back without a
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -22,8 +24,9 @@ from e2e.busy import (
     told,
     wait_told,
 )
-from e2e.cluster import Cluster
-from e2e.faults import fill_memory, send_signal
+from e2e.cluster import Cluster, tour
+from e2e.cluster.progress import Progress
+from e2e.faults import ENGINE, fill_memory, send_signal
 from e2e.kube import Kubectl, Object, condition, until, wait_ready
 from e2e.traffic import Traffic, Window
 
@@ -128,7 +131,7 @@ def test_an_engine_that_hangs(busy: Kubectl, cluster: Cluster, window: Traffic) 
     blamed_on(busy, victim, last_window(window).failed)
 
 
-# Runbook: stop a pod; what a kill costs.
+# Runbooks: stop a pod by force; drain by hand.
 def test_a_pod_that_is_deleted_by_force_and_one_that_is_told_to_go(busy: Kubectl, window: Traffic) -> None:
     victim, known = pod(busy, DECODE), crash_ids(busy)
     busy("delete", "pod", DECODE, "--grace-period=0", "--force")
@@ -139,6 +142,7 @@ def test_a_pod_that_is_deleted_by_force_and_one_that_is_told_to_go(busy: Kubectl
 
     window.mark("told to go")
     asked = pod(busy, DECODE)
+    assert "nothing is in flight" in busy("exec", DECODE, "-c", ENGINE, "--", "glm52-engine", "drain").stdout
     busy("delete", "pod", DECODE, "--wait=false")
     assert drained(busy, asked["metadata"]["uid"])["outcome"] == "Drained"
     wait_told(busy, "Drained", DECODE)
@@ -216,3 +220,19 @@ def test_everything_is_stopped_and_started_again(busy: Kubectl, traffic: Traffic
     began = time.monotonic()
     wait_ready(busy, NAME, BACK_SECONDS)
     print(f"six pods are back after {time.monotonic() - began:.0f} s")
+
+
+# Runbook: uninstall.
+def test_without_an_operator_everything_serves_on_and_can_be_deleted(
+    busy: Kubectl, busy_url: str, cluster: Cluster
+) -> None:
+    tour.helm(cluster, "uninstall", tour.RELEASE, "--namespace", tour.NAMESPACE, "--wait")
+    try:
+        body = json.dumps({"model": "glm-5.2", "prompt": "once more", "max_tokens": 4}).encode()
+        question = urllib.request.Request(f"{busy_url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(question, timeout=60) as response:
+            assert response.status == 200
+        busy("delete", "glm52", NAME)
+        until("every pod is gone", lambda: not pods(busy), timeout=BACK_SECONDS, last=lambda: list(pods(busy)))
+    finally:
+        tour.install_operator(cluster, Progress())

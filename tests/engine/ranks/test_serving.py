@@ -1,0 +1,156 @@
+"""Whole replicas of two hosts each behind a router: prompts are computed, handed over and continued on ranks that
+neither the leader of prefill nor that of decode has itself."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, READYZ
+from glm52_engine.lifecycle.start import bind
+from glm52_engine.local import ask
+from tests.engine.model.support import Ours
+from tests.engine.ranks.processes import LOOPBACK, START_SECONDS, Process, write_config
+
+pytestmark = pytest.mark.processes
+
+HOSTS = 2
+TOKENS = 12
+
+
+class Deployment:
+    """Prefill and decode, a leader and a rank host each with one rank a host, and a router."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.folder = folder
+        self.token = secrets.token_hex(16)
+        (folder / "token").write_text(self.token)
+        write_config(folder / "config.json", checkpoint)
+        self.processes: dict[str, Process] = {}
+        self.ports: dict[str, int] = {}
+        for role in ("prefill", "decode"):
+            self._start(f"{role}-1", "rank-host", "--role", role, "--hosts", str(HOSTS), "--host-index", "1")
+            self._serve(f"{role}-0", "serve", "--role", role, "--rank-host", f"{LOOPBACK}:{self.ports[f'{role}-1']}")
+        urls = [part for role in ("prefill", "decode") for part in (f"--{role}-url", self.url(f"{role}-0"))]
+        self._serve("router", "router", *urls)
+
+    def url(self, name: str) -> str:
+        return f"http://{LOOPBACK}:{self.ports[name]}"
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        waiting = {"prefill-0", "decode-0", "router"}
+        while waiting:
+            waiting = {name for name in waiting if ask(self.ports[name], READYZ)[0] != 200}
+            for name, process in self.processes.items():
+                assert process.popen.poll() is None, f"{name} ended:\n{process.log.read_text()[-3000:]}"
+            assert time.monotonic() < until, f"{waiting} not ready"
+            time.sleep(0.1)
+
+    def state(self, name: str) -> dict[str, Any]:
+        return self._internal(name, "state", None)
+
+    def prefill(self, prompt: list[int], name: str) -> dict[str, Any]:
+        """What a router asks of prefill, and gets."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        return self._internal("prefill-0", "prefill", {"id": name, "endpoint": "completions", "body": body})
+
+    def _internal(self, name: str, path: str, body: Any) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"{self.url(name)}/internal/v1/{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={INTERNAL_TOKEN_HEADER: self.token, "content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            if process.popen.poll() is None:
+                process.popen.kill()
+            process.popen.wait()
+
+    def _serve(self, name: str, *args: str) -> None:
+        self._start(name, *args, "--propagation-seconds", "0")
+
+    def _start(self, name: str, *args: str) -> None:
+        listener = bind(LOOPBACK, 0)
+        self.ports[name] = listener.getsockname()[1]
+        common = ["--config", str(self.folder / "config.json"), "--token-file", str(self.folder / "token")]
+        command = ["-m", "glm52_engine.cli", *args, *common, "--listen-fd", str(listener.fileno())]
+        self.processes[name] = Process(self.folder, name, command, [listener.fileno()])
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def deployment(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    made = Deployment(tmp_path_factory.mktemp("replicas"), tiny_checkpoint)
+    try:
+        made.wait_until_ready()
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{deployment.url('router')}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [*b"row ", 48 + number % 10, *b"." * (3 + 11 * number)]
+
+
+def test_answers_are_those_of_one_rank(deployment: Deployment, client: openai.OpenAI, tiny_checkpoint: Path) -> None:
+    ours = Ours(tiny_checkpoint)
+
+    def asked(number: int) -> str:
+        answer = client.completions.create(model="m", prompt=prompt_of(number), max_tokens=TOKENS, temperature=0)
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(asked, range(8)))
+    alone = [asked(number) for number in range(8)]
+    assert together == alone
+    for number, text in enumerate(together):
+        expected = ours.greedy(prompt_of(number), TOKENS, chunk=1000)[:TOKENS]
+        assert text == bytes(expected).decode(errors="replace")
+
+
+def test_kv_is_held_and_read_where_the_rank_is(deployment: Deployment, client: openai.OpenAI) -> None:
+    """Prompts held at once lie on both hosts; given up, they leave both; and what is asked then is answered."""
+    held = [deployment.prefill(prompt_of(number), f"held-{number}") for number in range(4)]
+    assert {answer["kv"]["rank"] for answer in held} == {0, 1}
+    for number in range(4):
+        deployment._internal("prefill-0", "kv/release", {"id": f"held-{number}"})
+    answer = client.completions.create(model="m", prompt=prompt_of(1), max_tokens=TOKENS, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == TOKENS
+
+
+def test_grammars_are_refused_and_not_ignored(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="not supported by a replica of several hosts"):
+        client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=4,
+            response_format={"type": "json_object"},
+        )
+
+
+def test_a_drained_leader_ends_its_hosts_cleanly(deployment: Deployment) -> None:
+    for role in ("decode", "prefill"):
+        deployment.processes[f"{role}-0"].popen.send_signal(signal.SIGTERM)
+        assert deployment.processes[f"{role}-0"].gone(30) == 0
+        assert deployment.processes[f"{role}-1"].gone() == 0

@@ -33,7 +33,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "glm52-operator.rules" -}}
 - apiGroups: [glm52.dev]
   resources: [glm52deployments]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [glm52.dev]
   resources: [glm52deployments/status]
   verbs: [patch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from glm52_operator import names
@@ -21,14 +22,26 @@ class Failure:
     """The specification asks for something that the API server will never take."""
 
 
+_LACKS = re.compile(r"cannot (\w+) resource \"([^\"]+)\" in API group \"([^\"]*)\"")
+
+
+def grant(text: str, verb: str, resource: str) -> str:
+    """What to grant. The API server's words count before ours: an apply that creates lacks `create` and not `patch`."""
+    found = _LACKS.search(text)
+    if found is not None:
+        verb, whole, group = found.groups()
+        plural, slash, subresource = whole.partition("/")
+        resource = (f"{plural}.{group}" if group else plural) + slash + subresource
+    return f"Grant the operator's service account the verb {verb!r} on {resource!r} (see the chart's RBAC)."
+
+
 def classify(*, code: int, text: str, verb: str, resource: str, kind: str, name: str) -> Failure:
     """Sort an API error; code 0 is a connection that broke or timed out."""
     what = f"cannot {verb} {kind} {name}"
     if code == 403 and "exceeded quota" in text:
         return Failure("QuotaExceeded", f"{what}: {text}. Raise the ResourceQuota or ask for less.", kind, name)
     if code == 403 and "is forbidden: User" in text:
-        remedy = f"Grant the operator's service account the verb {verb!r} on {resource!r} (see the chart's RBAC)."
-        return Failure("Forbidden", f"{what}: {text}. {remedy}", kind, name)
+        return Failure("Forbidden", f"{what}: {text}. {grant(text, verb, resource)}", kind, name)
     if code == 403 and "being terminated" in text:
         return Failure("NamespaceTerminating", f"{what}: {text}.", kind, name, transient=True)
     if code == 403:

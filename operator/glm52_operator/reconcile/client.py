@@ -20,7 +20,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object
-from glm52_operator.reconcile.kinds import LEASE, Kind
+from glm52_operator.reconcile.kinds import LEASE, REVIEW, Kind
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -165,6 +165,12 @@ class Api:
         query = [("fieldManager", names.MANAGER)]
         return await self._send("PATCH", "patch", kind, namespace, name, query=query, body=body, content_type=_MERGE)
 
+    async def own_rules(self, namespace: str) -> tuple[builtins.list[Object], bool]:
+        """What this process may do in a namespace, and whether the API server knows that this is all."""
+        body = {"apiVersion": REVIEW.api_version, "kind": REVIEW.kind, "spec": {"namespace": namespace}}
+        status = (await self._send("POST", "create", REVIEW, None, None, body=body))["status"]
+        return status["resourceRules"], not status.get("incomplete", False)
+
     async def replace(self, kind: Kind, body: Object) -> Object:
         """Refused with a 409 unless the object still has the resource version of `body`."""
         meta = body["metadata"]
@@ -226,7 +232,7 @@ class Api:
         path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
         headers = {"Accept": accept, "Content-Type": content_type}
         label = f"{name or shown or ''}{'/' + subresource if subresource else ''}"
-        if verb not in _READS and kind is not LEASE and not self.may_write():
+        if verb not in _READS and kind not in (LEASE, REVIEW) and not self.may_write():
             raise ApiError(code=0, text="this process may no longer act", verb=verb, kind=kind, name=label)
         try:
             response = await self._open(method, path, query or [], headers, body)

@@ -37,6 +37,8 @@ EVENT = Kind("", "v1", "Event", "events")
 """Read: why a controller made no pods."""
 EVENT_V1 = Kind("events.k8s.io", "v1", "Event", "events")
 """Written."""
+REVIEW = Kind("authorization.k8s.io", "v1", "SelfSubjectRulesReview", "selfsubjectrulesreviews")
+"""A question, though it is asked by a create."""
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 
 CHILDREN: tuple[Kind, ...] = (

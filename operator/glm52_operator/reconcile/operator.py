@@ -15,6 +15,8 @@ from aiohttp import web
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object
+from glm52_operator.plan.failures import grant
+from glm52_operator.plan.permissions import missing
 from glm52_operator.reconcile import watch
 from glm52_operator.reconcile.apply import Applier
 from glm52_operator.reconcile.client import MANAGED_SELECTOR, Api, ApiError
@@ -69,6 +71,8 @@ class Operator:
         )
         api.on_written = self._written
         self._relists = watch.Relists(clock, self._restarted, scoped=bool(settings.namespaces))
+        self._lacking: set[tuple[str, str]] = set()
+        """What was told of missing permissions."""
         self._listing: dict[Kind, asyncio.Task[None]] = {}
         self.leadership = _leadership(settings, api, clock)
         api.may_write = self.leadership.is_held
@@ -114,6 +118,9 @@ class Operator:
         if not self.stop.is_set():
             names = ", ".join(task.get_name() for task in done)
             log.error("the watches ended (%s); the operator ends, to be started again", names)
+            for error in (task.exception() for task in done if not task.cancelled()):
+                if error is not None:
+                    log.error("%s. %s", error, grant(str(error), "watch", "") if "cannot watch" in str(error) else "")
             self._broken = True
         for task in pending:
             task.cancel()
@@ -225,6 +232,7 @@ class Operator:
         """
         while not self.stop.is_set():
             if await self._list_all():
+                await self._tell_what_is_missing()
                 self.health.synced = True
                 where = ", ".join(self.settings.namespaces) or "all namespaces"
                 log.info("serving %s; %d deployments", where, len(self.store.deployments()))
@@ -240,6 +248,21 @@ class Operator:
         resource = self.store.get(DEPLOYMENT_RESOURCE, *key) or {}
         return is_complete(resource)
 
+    async def _tell_what_is_missing(self) -> None:
+        """Every permission that is missing, at once and before anything depends on it; what then fails says so, too."""
+        for namespace in self.settings.namespaces or ("default",):
+            try:
+                rules, complete = await self.api.own_rules(namespace)
+            except ApiError as error:
+                log.info("not known what the operator may do: %s", error)
+                return
+            # An API server with an authorizer of its own may allow more than it can list.
+            for sentence in missing(rules) if complete else ():
+                where = namespace if self.settings.namespaces else "the whole cluster"
+                if (where, sentence) not in self._lacking:
+                    self._lacking.add((where, sentence))
+                    log.error("in %s %s", where, sentence)
+
     async def _list_all(self) -> bool:
         try:
             # One after the other: a list is many times larger while it is parsed than what is kept of it.
@@ -247,6 +270,8 @@ class Operator:
                 await self._list(kind)
         except ApiError as error:
             log.error("%s", _explain(error))
+            if error.code == 403:
+                await self._tell_what_is_missing()
             return False
         return True
 
@@ -275,5 +300,5 @@ def _explain(error: ApiError) -> str:
     if error.code == 404 and error.kind is DEPLOYMENT_RESOURCE:
         return f"the API server does not know {names.CRD_NAME}: apply the CRD that comes with this operator"
     if error.code in (401, 403):
-        return f"{error}. Grant the operator's service account the verb {error.verb!r} on {error.kind.resource!r}"
+        return f"{error}. {grant(error.text, error.verb, error.resource)}"
     return str(error)

@@ -11,7 +11,7 @@ import yaml
 
 from e2e.kube import Kubectl
 from glm52_operator.api.crd import crd
-from glm52_operator.reconcile.kinds import CHILDREN, DEPLOYMENT_RESOURCE, EVENT, EVENT_V1, LEASE, NODE, POD, SECRET
+from glm52_operator.reconcile.kinds import LEASE, NODE
 from tests.operator.cluster.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -75,28 +75,6 @@ def test_a_namespaced_install_asks_for_nothing_of_the_cluster(helm: Helm) -> Non
     (deployment,) = of(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)
-
-
-def test_the_permissions_are_those_that_the_operator_uses(helm: Helm) -> None:
-    (role,) = of(render(helm), "ClusterRole")
-    granted = {
-        (group, resource): set(rule["verbs"])
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-    }
-    applied = {"get", "list", "watch", "create", "patch", "delete"}
-    used = {(kind.group, kind.plural): applied for kind in CHILDREN}
-    used[DEPLOYMENT_RESOURCE.group, DEPLOYMENT_RESOURCE.plural] = {"get", "list", "watch"}
-    used[DEPLOYMENT_RESOURCE.group, f"{DEPLOYMENT_RESOURCE.plural}/status"] = {"patch"}
-    used[DEPLOYMENT_RESOURCE.group, f"{DEPLOYMENT_RESOURCE.plural}/finalizers"] = {"update"}
-    used[POD.group, POD.plural] = {"list", "watch"}
-    used[SECRET.group, SECRET.plural] = {"get", "create"}
-    used[EVENT.group, EVENT.plural] = {"list"}
-    used[EVENT_V1.group, EVENT_V1.plural] = {"create", "patch"}
-    used[NODE.group, NODE.plural] = {"list"}
-    used["discovery.k8s.io", "endpointslices"] = {"get", "list", "watch"}
-    assert granted == used
 
 
 @pytest.mark.parametrize("wide", ["true", "false"])

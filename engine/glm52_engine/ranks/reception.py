@@ -30,6 +30,8 @@ class Reception:
         self._leader: Link | None = None
         self._arrived = asyncio.Event()
         self._refusal = ""
+        self._can_answer = asyncio.Event()
+        self.terms.add_done_callback(lambda terms: self._can_answer.set())
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -52,6 +54,7 @@ class Reception:
     def refuse(self, reason: str) -> None:
         """From now on every leader is refused for good, and told why."""
         self._refusal = reason
+        self._can_answer.set()
 
     async def close(self) -> None:
         if self._server is not None:
@@ -104,7 +107,7 @@ class Reception:
     async def _answer(self, said: Hello, secret: str) -> Accepted | Refused:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANDSHAKE_SECONDS / 2):
-                await asyncio.shield(self.terms)
+                await self._can_answer.wait()
         if self._refusal:
             return Refused(self._refusal)
         if not self.terms.done():

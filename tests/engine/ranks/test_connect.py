@@ -247,6 +247,16 @@ async def test_a_host_that_cannot_start_says_why(pair: tuple[Host, Host]) -> Non
         await dial(*pair)
 
 
+async def test_a_host_that_fails_while_a_leader_waits_says_why_at_once() -> None:
+    async with listening(2, 1, terms=None) as host:
+        task = asyncio.create_task(dial(host))
+        await asyncio.sleep(0)
+        host.reception.refuse("config.json: is missing")
+        with pytest.raises(ConnectError, match=r"config\.json: is missing"):
+            # Long before the host would give up waiting for what it was to compare.
+            await asyncio.wait_for(task, handshake.HANDSHAKE_SECONDS / 2 - 1)
+
+
 @pytest.mark.parametrize(
     "noise",
     [

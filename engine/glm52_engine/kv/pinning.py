@@ -1,7 +1,9 @@
-"""Host memory for KV: taken in large pages, touched by many threads beside the GPU, and pinned for it piece by piece.
+"""Host memory for KV: taken in large pages, touched by many threads beside the GPU, and pinned for it.
 
 A page gets its memory when it is first touched, on the NUMA node of the core that touches it. One thread does a GiB in
 half a second, so a pool of hundreds would take minutes; many threads, on the cores of the GPU's node, share the work.
+Pinning pages that are there takes a fraction of that, and is one call: of a slab that was registered in pieces, kernels
+can reach only the first, since the pieces' addresses on the device need not follow each other.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ import contextlib
 import ctypes
 import errno
 import logging
-import math
 import mmap
 import os
 import resource
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +30,8 @@ from glm52_engine.sizing import gib
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
-"""Touched, or touched and pinned, by one thread at a time: what must end before a TERM is heeded, a fraction of a
-second; small enough that the threads end together."""
+"""Touched by one thread at a time: what must end before a TERM is heeded, a fraction of a second; small enough that the
+threads end together."""
 
 MOST_THREADS = 32
 """Beyond them memory, not threads, is the limit."""
@@ -94,7 +95,7 @@ def gpu_place(index: int) -> Place:
 
 def touch(slab: torch.Tensor, *, place: Place = Place(), on_progress: Progress = lambda done, total: None) -> None:
     """Give every page of a fresh slab its memory. Raises ConfigError when there is none left."""
-    _Pieces(slab, 1, place, on_progress).work(_populate)
+    _Pieces(slab, place, on_progress).work(_populate)
 
 
 class Driver(Protocol):
@@ -127,7 +128,7 @@ class Pinned:
     slab: torch.Tensor
     seconds: float
     _driver: Driver
-    _pieces: dict[int, int] = field(repr=False)
+    _released: bool = False
 
     @property
     def size(self) -> int:
@@ -138,48 +139,34 @@ class Pinned:
 
         Returns seconds. A second time does nothing. Nobody may use the slab any more.
         """
+        if self._released:
+            return 0.0
+        self._released = True
         began = time.monotonic()
-        addresses, size = list(self._pieces), sum(self._pieces.values())
-        self._pieces.clear()
-        codes = _each(addresses, self._driver.unregister)
+        code = self._driver.unregister(self.slab.data_ptr())
         seconds = time.monotonic() - began
-        if addresses:
-            log.info("unpinned %s in %.2f s", gib(size), seconds)
-        if any(codes):
-            log.error("unpinning failed", extra={"codes": sorted({code for code in codes if code})})
+        if code:
+            log.error("%s were not unpinned: the driver's error is %d", gib(self.size), code)
+        else:
+            log.info("unpinned %s in %.2f s", gib(self.size), seconds)
         return seconds
 
 
 def pin(
-    slab: torch.Tensor, driver: Driver, *, unit: int, place: Place = Place(),
-    on_progress: Progress = lambda done, total: None,
-) -> Pinned:  # fmt: skip
-    """Touch and pin a fresh slab. Raises ConfigError when it cannot be; it is then as unpinned as before.
-
-    `unit` bytes are never cut by a border between two registrations, which one copy must not cross.
-    """
+    slab: torch.Tensor, driver: Driver, *, place: Place = Place(), on_progress: Progress = lambda done, total: None
+) -> Pinned:
+    """Touch and pin a fresh slab. Raises ConfigError when it cannot be; it is then as unpinned as before."""
     began = time.monotonic()
-    pieces: dict[int, int] = {}
-
-    def work(address: int, size: int) -> None:
-        _populate(address, size)
-        code = driver.register(address, size)
-        if code:
-            raise ConfigError(
-                f"host_pool_gib: {gib(slab.nbytes)} cannot be pinned: the driver refused {gib(size)} behind "
-                f"{gib(sum(pieces.values()))} with error {code}: raise the container's memlock limit (ulimit -l) and "
-                "its memory limit, or lower host_pool_gib"
-            )
-        pieces[address] = size
-
-    try:
-        _Pieces(slab, unit, place, on_progress).work(work)
-    except BaseException:
-        _each(list(pieces), driver.unregister)
-        raise
-    pinned = Pinned(slab, time.monotonic() - began, driver, pieces)
-    rate = pinned.seconds / (slab.nbytes / (1 << 30))
-    log.info("pinned %s on %s in %.2f s, %.3f s a GiB", gib(slab.nbytes), place, pinned.seconds, rate)
+    touch(slab, place=place, on_progress=on_progress)
+    touched = time.monotonic() - began
+    code = driver.register(slab.data_ptr(), slab.nbytes)
+    if code:
+        raise ConfigError(
+            f"host_pool_gib: {gib(slab.nbytes)} cannot be pinned: the driver's error is {code}: raise the container's "
+            "memlock limit (ulimit -l) and its memory limit, or lower host_pool_gib"
+        )
+    pinned = Pinned(slab, time.monotonic() - began, driver)
+    log.info("pinned %s on %s in %.2f s, of which %.2f s to touch it", gib(slab.nbytes), place, pinned.seconds, touched)
     return pinned
 
 
@@ -201,9 +188,8 @@ def check_memlock(size: int, *, status: Path = Path("/proc/self/status")) -> Non
 class _Pieces:
     """A slab cut into pieces, and threads that take one after the other."""
 
-    def __init__(self, slab: torch.Tensor, unit: int, place: Place, on_progress: Progress) -> None:
-        page = math.lcm(unit, mmap.PAGESIZE)
-        self._step = -(-PIECE_BYTES // page) * page
+    def __init__(self, slab: torch.Tensor, place: Place, on_progress: Progress) -> None:
+        self._step = PIECE_BYTES
         self._base, self._total = slab.data_ptr(), slab.nbytes
         self._place, self._on_progress = place, on_progress
         self._next = self._done = 0
@@ -277,23 +263,6 @@ def _populate(address: int, size: int) -> None:
             f"host_pool_gib: no memory for {gib(size)} of the pool ({os.strerror(code)}): raise the pod's memory "
             "limit, or lower host_pool_gib"
         )
-
-
-def _each(addresses: list[int], do: Callable[[int], int]) -> list[int]:
-    """The codes of `do` for each address, from as many threads as help."""
-    codes: list[int] = []
-
-    def run() -> None:
-        while addresses:
-            with contextlib.suppress(IndexError):  # another thread took the last one
-                codes.append(do(addresses.pop()))
-
-    threads = [threading.Thread(target=run) for _ in range(min(len(addresses), MOST_THREADS, os.cpu_count() or 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return codes
 
 
 def _has_capability(status: Path, number: int) -> bool:

@@ -99,5 +99,5 @@ def pinned_pool(
 ) -> tuple[Pool, Callable[[], object]]:
     """Host memory of a rank, near its GPU and pinned for it, and what lets go of it. Raises ConfigError."""
     slab = host_slab(blocks * kv.block_bytes)
-    pinned = pin(slab, Cuda(rank), unit=kv.block_bytes, place=gpu_place(rank), on_progress=on_progress)
+    pinned = pin(slab, Cuda(rank), place=gpu_place(rank), on_progress=on_progress)
     return Pool(kv, blocks, slab), pinned.release

@@ -65,6 +65,16 @@ class Rig:
         self.cluster.create_namespace(name)
         return name
 
+    def remove_namespace(self, name: str) -> None:
+        """Returns when nothing of it is left: what goes on there would count for what comes after."""
+        self.cluster.delete("Namespace", None, name)
+        self.cluster.until(
+            f"{name} is empty",
+            lambda: not any(self.cluster.count(kind, name) for kind in ("GLM52Deployment", *CHILD_KINDS)),
+            PATIENCE,
+            pause=0.05,
+        )
+
     def until_count(self, kind: str, namespace: str, number: int) -> None:
         self.cluster.until(
             f"{number} {kind}s",

@@ -69,7 +69,7 @@ def bare_applies(rig: Rig) -> Row:
     began = time.monotonic()
     taken = rig.loop.run(apply_all(rig, namespace, names(CREATED), {}), 600)
     seconds = time.monotonic() - began
-    rig.cluster.delete("Namespace", None, namespace)
+    rig.remove_namespace(namespace)
     return {
         "what": "bare",
         "applies": CREATED,

@@ -23,7 +23,8 @@ class Request:
 
     @property
     def is_write(self) -> bool:
-        return self.verb not in READS
+        # A review is a question that is asked by a create.
+        return self.verb not in READS and not self.resource.endswith("reviews")
 
     def __str__(self) -> str:
         return f"{self.verb} {self.resource} {self.namespace}/{self.name} ({self.code})"

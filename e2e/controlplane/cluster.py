@@ -165,6 +165,10 @@ class Cluster:
         with self._changed:
             return [obj for key, obj in sorted(self._objects[kind].items()) if key[0] == namespace]
 
+    def idle(self, seconds: float) -> None:
+        """A window in which something shall not happen: there is nothing that could be waited for."""
+        time.sleep(seconds)
+
     def count(self, kind: str, namespace: str) -> int:
         with self._changed:
             return sum(key[0] == namespace for key in self._objects[kind])

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from glm52_operator.desired.target import Object
 from glm52_operator.plan.drains import DrainOutcome
-from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, Kind
+from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, REVIEW, Kind
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.status.news import new_crashes, new_ends
@@ -118,7 +118,7 @@ class Metrics:
             # Looking whether something exists, and deleting what has gone already, are no faults.
             if code != 404 or verb not in ("get", "delete"):
                 self._errors.labels(verb, kind.kind, str(code)).inc()
-        elif verb not in ("get", "list"):
+        elif verb not in ("get", "list") and kind is not REVIEW:
             self._writes.labels(verb, kind.kind).inc()
 
     def text(self) -> bytes:

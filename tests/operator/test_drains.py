@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_engine.config import Outcome
-from glm52_operator.plan.drains import KEPT, KILL_MARGIN, Drain, DrainOutcome, Heard, Phase, advance, askable
+from glm52_operator.plan.drains import KEPT, KILL_MARGIN, LATE_NEWS, Drain, DrainOutcome, Heard, Phase, advance, askable
 from glm52_operator.status.drains import MOST, draining, read_drains, stalled, write_drains
 from tests.operator.builders import pod
 from tests.operator.ends import BACKING_OFF, NOW, RUNNING, at, crashed, stamp, terminated, told, with_container
@@ -68,8 +68,11 @@ def test_how_it_ended_is_read_from_its_last_state_also_when_nobody_saw_it_leave(
 
 def test_a_pod_whose_end_nobody_saw_is_not_called_drained() -> None:
     (before,) = run([leaving()])
-    (lost,) = run([], [before])
-    assert (lost.phase, lost.outcome) == (Phase.ENDED, DrainOutcome.UNKNOWN)
+    # For a moment the news of its end may be on their way.
+    (going,) = run([], [before])
+    assert (going.phase, going.outcome) == (Phase.TERMINATING, None)
+    (lost,) = run([], [going], now=LATE_NEWS.total_seconds())
+    assert (lost.phase, lost.outcome, lost.ended) == (Phase.ENDED, DrainOutcome.UNKNOWN, NOW)
     (forced,) = run([], [], departed=[leaving()])
     assert forced.outcome is DrainOutcome.UNKNOWN
 
@@ -104,6 +107,16 @@ def test_a_pod_that_outlives_its_grace_is_told_with_its_node_until_it_is_gone(st
     for part in (POD, "node worker", "kubectl describe node worker", "never deletes a pod by force", "--force"):
         assert part in alarm.message
     assert stalled(run([], found, now=late + 2)) is None
+
+
+def test_an_end_that_is_learnt_late_is_told_after_all() -> None:
+    made = leaving({"terminated": terminated(-1, 0, message=told(Outcome.DRAINED))})
+    (going,) = run([], run([leaving()]))
+    (found,) = run([], [going], departed=[made], now=1)
+    assert (found.phase, found.outcome) == (Phase.ENDED, DrainOutcome.DRAINED)
+    (lost,) = run([], [going], now=60)
+    (found,) = run([], [lost], departed=[made], now=61)
+    assert (found.outcome, found.ended) == (DrainOutcome.DRAINED, lost.ended)
 
 
 def test_a_successor_of_the_same_name_is_another_pod() -> None:

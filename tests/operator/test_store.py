@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from glm52_operator import names
-from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE
+from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, POD
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Store, owner_key
 from glm52_operator.reconcile.watch import handle
@@ -38,6 +38,29 @@ def test_a_late_delete_does_not_take_the_object_that_came_after() -> None:
     store.remove(SERVICE, service(10, uid="new"))
     assert store.get(SERVICE, "ns", "s") is None
     assert list(store.owned(SERVICE, KEY)) == []
+
+
+def test_the_last_state_of_a_pod_is_kept_in_whatever_order_its_news_come() -> None:
+    store = Store()
+
+    def seen(version: int, uid: str, node: str = "worker") -> Any:
+        return {**service(version, uid=uid, name="p"), "spec": {"nodeName": node}}
+
+    store.observe(POD, seen(5, "old"))
+    store.observe(POD, seen(9, "new"))
+    store.remove(POD, seen(8, "old"))
+    assert store.get(POD, "ns", "p") == seen(9, "new")
+    (first,) = store.departed(KEY)
+    assert first == seen(8, "old")
+    # What comes while this is written down is not forgotten with it.
+    store.remove(POD, seen(10, "old"))
+    store.forget_departed(KEY, [first])
+    assert store.departed(KEY) == [seen(10, "old")]
+    # One that never had a node, and what is no pod, leaves nothing to tell.
+    store.remove(POD, seen(12, "new", node=""))
+    store.remove(SERVICE, service(1))
+    store.replace(POD, None, [], "99")
+    assert len(store.departed(KEY)) == 1
 
 
 def test_a_list_takes_away_what_it_lacks_and_tells_whom_it_concerns() -> None:

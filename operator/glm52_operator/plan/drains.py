@@ -14,6 +14,9 @@ from glm52_operator.plan.pods import Pod, is_leaving, name
 KILL_MARGIN = datetime.timedelta(seconds=30)
 """After the grace period the kubelet kills, waits for the dead and unmounts; one that takes longer hangs."""
 
+LATE_NEWS = datetime.timedelta(seconds=5)
+"""Events of a pod and of its successor come in any order: for so long the news of its end may be on their way."""
+
 KEPT = 10
 """Ended drains that are kept, the newest."""
 
@@ -82,14 +85,17 @@ def advance(
     for pod in departed:
         uid = pod["metadata"]["uid"]
         known = before.get(uid)
-        if uid not in here and (known.phase is not Phase.ENDED if known else _drains(pod)):
+        if uid not in here and (_is_open(known) if known else _drains(pod)):
             found[uid] = _ended(pod, known, now)
     for uid, drain in before.items():
         if uid not in here and uid not in found:
-            lost = drain.outcome or DrainOutcome.UNKNOWN
-            gone = replace(drain, phase=Phase.ENDED, outcome=lost, ended=now, in_flight=None)
-            found[uid] = drain if drain.phase is Phase.ENDED else gone
+            found[uid] = drain if drain.phase is Phase.ENDED else _gone(drain, now)
     return _kept(found.values(), now)
+
+
+def _is_open(drain: Drain) -> bool:
+    """Whether something can still be learnt of it: news of a pod's end may come after those of its absence."""
+    return drain.phase is not Phase.ENDED or drain.outcome is DrainOutcome.UNKNOWN
 
 
 def _kept(drains: Iterable[Drain], now: datetime.datetime) -> list[Drain]:
@@ -130,7 +136,20 @@ def _under_way(pod: Pod, known: Drain | None, heard: Heard | None, now: datetime
 def _ended(pod: Pod, known: Drain | None, now: datetime.datetime) -> Drain:
     drain, last = known or _begun(pod, now), _last(pod)
     outcome, cut_off = _outcome(last) if last else (drain.outcome or DrainOutcome.UNKNOWN, drain.cut_off)
-    return replace(drain, phase=Phase.ENDED, outcome=outcome, cut_off=cut_off, in_flight=None, ended=now)
+    return replace(drain, phase=Phase.ENDED, outcome=outcome, cut_off=cut_off, in_flight=None, ended=drain.ended or now)
+
+
+def _gone(drain: Drain, now: datetime.datetime) -> Drain:
+    """A pod that is not there any more, and of which nothing was heard."""
+    since = drain.ended or now
+    late = drain.outcome is None and now - since < LATE_NEWS
+    return replace(
+        drain,
+        phase=Phase.TERMINATING if late else Phase.ENDED,
+        outcome=None if late else drain.outcome or DrainOutcome.UNKNOWN,
+        ended=since,
+        in_flight=None,
+    )
 
 
 def _begun(pod: Pod, now: datetime.datetime) -> Drain:

@@ -11,7 +11,7 @@ from glm52_engine.config import Role
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.capacity import demands
-from glm52_operator.plan.drains import Heard, askable
+from glm52_operator.plan.drains import Heard, Phase, askable
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.resolve import Invalid, resolve
 from glm52_operator.plan.restarts import actions
@@ -116,7 +116,7 @@ class Reconciler:
             self.store.forget_departed(key, departed)
         if failures or not written:
             return Result(failed=True)
-        return Result(requeue_after=None if is_settled(status) or isinstance(resolved, Invalid) else SOON)
+        return Result(requeue_after=None if _rests(status, ends) or isinstance(resolved, Invalid) else SOON)
 
     async def _roll_out(self, key: Key, resource: Object, target: Target) -> Rolled:
         """The next step of a rollout, if there is one to take now."""
@@ -203,6 +203,13 @@ class Reconciler:
             self._told[key] = text
         else:
             self._told.pop(key, None)
+
+
+def _rests(status: Object, ends: Ends | None) -> bool:
+    """Whether only an event can change something: of a pod that is gone no event may come any more."""
+    return is_settled(status) and not (
+        ends is not None and any(drain.phase is not Phase.ENDED for drain in ends.drains)
+    )
 
 
 async def _nobody(address: str) -> Heard | None:

@@ -90,7 +90,8 @@ class Store:
         known = self._objects.get(kind, {}).get(key)
         if known is not None and known.uid == obj["metadata"].get("uid"):
             self._drop(kind, key)
-            self._depart(kind, obj)
+        # Also where its successor was seen before: events of different objects come in any order.
+        self._depart(kind, obj)
 
     def replace(self, kind: Kind, namespace: str | None, objects: Iterable[Object], version: str) -> set[Key]:
         """Take a list in: what it lacks is gone, unless newer than the list. Returns the deployments concerned."""
@@ -114,8 +115,9 @@ class Store:
 
     def forget_departed(self, owner: Key, pods: Iterable[Object]) -> None:
         """What these had to say has been written down."""
-        known = {pod["metadata"]["uid"] for pod in pods}
-        left = [pod for pod in self._departed.pop(owner, ()) if pod["metadata"]["uid"] not in known]
+        written = list(pods)
+        # Not by uid: a later state of the same pod may have come meanwhile, and say more.
+        left = [pod for pod in self._departed.pop(owner, ()) if not any(pod is each for each in written)]
         if left:
             self._departed[owner] = deque(left, DEPARTED)
 

@@ -27,6 +27,7 @@ class Verdict:
     reason: Reason
     fatal: bool
     text: str
+    rank: int
 
 
 _RESTART = "the replica starts anew on it"
@@ -58,17 +59,17 @@ def judge_xid(gpu: Gpu, rank: int, code: int) -> Verdict:
     reason, fatal, what, remedy = _KNOWN.get(
         code, (Reason.XID, True, "an error that this engine does not know", _RESET)
     )
-    return Verdict(reason, fatal, f"{reason}: {_of(gpu, rank)}: Xid {code}, {what}; {remedy}")
+    return Verdict(reason, fatal, f"{reason}: {_of(gpu, rank)}: Xid {code}, {what}; {remedy}", rank)
 
 
 def judge_ecc(gpu: Gpu, rank: int) -> Verdict:
     """A double bit error outside of any Xid."""
-    return Verdict(Reason.ECC, True, f"{Reason.ECC}: {_of(gpu, rank)}: an uncorrectable memory error; {_RESET}")
+    return Verdict(Reason.ECC, True, f"{Reason.ECC}: {_of(gpu, rank)}: an uncorrectable memory error; {_RESET}", rank)
 
 
 def judge_loss(gpu: Gpu, rank: int, words: str) -> Verdict:
     """NVML itself no longer reaches the GPU."""
-    return Verdict(Reason.LOST, True, f"{Reason.LOST}: {_of(gpu, rank)}: {words}; {_NODE}")
+    return Verdict(Reason.LOST, True, f"{Reason.LOST}: {_of(gpu, rank)}: {words}; {_NODE}", rank)
 
 
 def _of(gpu: Gpu, rank: int) -> str:

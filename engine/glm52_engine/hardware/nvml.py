@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from glm52_engine.config import ConfigError
 from glm52_engine.hardware.health import Verdict, judge_ecc, judge_loss, judge_xid
-from glm52_engine.hardware.inventory import Gpu
+from glm52_engine.hardware.inventory import Gpu, describe, for_ranks, visible
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,22 @@ def read_inventory(nvml: Any, sysfs: Path = Path("/sys")) -> list[Gpu]:
         uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
         gpus.append(Gpu(index, uuid, name, bus, memory.total, memory.free, _numa(sysfs, bus)))
     return gpus
+
+
+def watch_gpus(ranks: int, on_verdict: Callable[[Verdict], None]) -> HealthWatch | None:
+    """Logs which GPU each rank of this pod has, and watches them. None where NVML is not to be had: a container may be
+    given its GPUs without it (NVIDIA_DRIVER_CAPABILITIES without `utility`), and computes all the same."""
+    try:
+        nvml = open_nvml()
+        gpus = for_ranks(visible(read_inventory(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")), ranks)
+    except ConfigError as error:
+        log.warning("the health of the GPUs is not watched", extra={"reason": str(error)})
+        return None
+    for rank, gpu in enumerate(gpus):
+        log.info(describe(gpu, rank))
+    watch = HealthWatch(nvml, gpus, 0, on_verdict)
+    watch.start()
+    return watch
 
 
 class HealthWatch:

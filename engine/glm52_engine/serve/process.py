@@ -19,6 +19,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
+from glm52_engine.hardware.health import Verdict
+from glm52_engine.hardware.nvml import watch_gpus
 from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.leftovers import is_first_process, sweep
@@ -194,6 +196,8 @@ class Process:
                 self.config, options.role, on_phase, rank_hosts=options.rank_hosts, token_file=options.token_file
             )
         )
+        if self.config.accelerator == "nvidia":
+            await self._watch_gpus()
         self.life.enter("reading the vocabulary for grammars")
         grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
@@ -234,6 +238,23 @@ class Process:
                 words = f"rank {rank}: work is queued and no step has finished for {stuck:.0f} s"
                 self._end(Outcome.WEDGED, words, rank)
                 return
+
+    async def _watch_gpus(self) -> None:
+        loop = asyncio.get_running_loop()
+        ranks = self.config.role(self.options.role).ranks_per_host
+
+        def judged(verdict: Verdict) -> None:
+            loop.call_soon_threadsafe(self._judged, verdict)
+
+        await in_thread(lambda: watch_gpus(ranks, judged))
+
+    def _judged(self, verdict: Verdict) -> None:
+        """A GPU that can no longer be trusted ends the process by its name: its next answer may be wrong."""
+        if verdict.fatal:
+            log.error("a GPU failed: %s", verdict.text)
+            self._end(Outcome.CRASHED, verdict.text, verdict.rank)
+        else:
+            log.warning("a GPU is not well: %s", verdict.text)
 
     def _crashed(self, message: str, error: BaseException, rank: int | None = None) -> None:
         if not self.pod.failure:

@@ -14,7 +14,7 @@ import pytest
 from glm52_engine.config import ConfigError
 from glm52_engine.hardware.health import Reason, Verdict, judge_xid
 from glm52_engine.hardware.inventory import Gpu, describe, for_ranks, visible
-from glm52_engine.hardware.nvml import HealthWatch, open_nvml, read_inventory
+from glm52_engine.hardware.nvml import HealthWatch, open_nvml, read_inventory, watch_gpus
 
 SECONDS = 20.0
 GIB = 1 << 30
@@ -158,7 +158,7 @@ def test_too_few_gpus_are_refused_with_their_names() -> None:
 )
 def test_an_xid_has_a_name_and_a_remedy(code: int, reason: Reason, fatal: bool) -> None:
     verdict = judge_xid(GPUS[1], 9, code)
-    assert (verdict.reason, verdict.fatal) == (reason, fatal)
+    assert (verdict.reason, verdict.fatal, verdict.rank) == (reason, fatal, 9)
     assert verdict.text.startswith(f"{reason}: GPU 1 (GPU-1abc, 00000000:01:00.0) of rank 9: Xid {code}, ")
 
 
@@ -192,3 +192,28 @@ def test_events_of_other_gpus_are_nobody_s(fake: Fake) -> None:
     fake.happen(0, pynvml.nvmlEventTypeXidCriticalError, 13)
     assert "of rank 0: Xid 13" in told.get(timeout=SECONDS).text
     watch.stop()
+
+
+def test_the_gpus_of_a_pod_are_watched_as_cuda_numbers_them(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    told: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+    with caplog.at_level("INFO"):
+        watch = watch_gpus(2, told.put)
+    assert watch is not None
+    assert "rank 0: NVIDIA H200 GPU-2abc" in caplog.text
+    fake.happen(2, pynvml.nvmlEventTypeXidCriticalError, 79)
+    assert told.get(timeout=SECONDS).rank == 0
+    watch.stop()
+
+
+def test_without_nvml_a_pod_computes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", absent)
+    assert watch_gpus(1, lambda verdict: None) is None
+    assert "not watched" in caplog.text

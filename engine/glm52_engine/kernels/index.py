@@ -44,16 +44,6 @@ def _digit(key, STEP: tl.constexpr):
 
 
 @triton.jit
-def _bin(digit, BINS: tl.constexpr):
-    """Where a digit is counted: neighbours 128 bytes apart.
-
-    The first digits of a row's scores are mostly the same dozen. Side by side, all their additions would go through one
-    slice of the L2 cache.
-    """
-    return (digit % (BINS // 32)) * 32 + digit // (BINS // 32)
-
-
-@triton.jit
 def _scores(
     query, head_weights, keys, key_scales, table, lengths, scores, counts,
     rows, table_row, key_block, key_row, scale_block, score_row, top_k, tiles,
@@ -89,7 +79,7 @@ def _scores(
             inside = there[None, :] & (at[:, None] < length[None, :])
             tl.store(into + at[:, None], score, inside)
             if COUNT:
-                bin_at = counts + row[None, :] * 3 * BINS + _bin(_digit(_ordered(score), 0), BINS)
+                bin_at = counts + row[None, :] * 3 * BINS + _digit(_ordered(score), 0)
                 tl.atomic_add(bin_at, 1, mask=inside & (length > top_k)[None, :], sem="relaxed")
 
 
@@ -126,7 +116,7 @@ def scores(
 def _border(counts, need, BINS: tl.constexpr):
     """Of a histogram: the digit of the need-th largest key, and how many of that digit are needed."""
     bins = tl.arange(0, BINS)
-    count = tl.load(counts + _bin(bins, BINS))
+    count = tl.load(counts + bins)
     above = tl.sum(count, 0) - tl.cumsum(count, 0)
     digit = tl.max(tl.where(above + count >= need, bins, 0), 0)
     return digit, need - tl.sum(tl.where(bins == digit, above, 0), 0)
@@ -177,8 +167,7 @@ def _count(
             above = tl.sum((alive & ((key >> 10) > prefix)).to(tl.int32), 0)
             alive = alive & ((key >> 10) == prefix)
             tl.store(counts + _BEHIND + 8 + tl.program_id(1), above | (tl.sum(alive.to(tl.int32), 0) << 16))
-        width: tl.constexpr = BINS // 2 if STEP == 2 else BINS
-        tl.atomic_add(counts + STEP * BINS + _bin(_digit(key, STEP), width), 1, mask=alive, sem="relaxed")
+        tl.atomic_add(counts + STEP * BINS + _digit(key, STEP), 1, mask=alive, sem="relaxed")
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 
 from glm52_engine.config import EXIT_CODES as CODES
 from glm52_engine.config import Hold, Outcome, Termination
+from glm52_engine.hardware.health import Reason, Verdict
+from glm52_engine.serve import process
 from glm52_engine.serve.process import Process
 from glm52_engine.transfer.lease import LeaseTable
+from tests.engine.serve import deployment
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, Handoff, body, events, state, until
 from tests.engine.serve.fakes import FakeEngine, expected_text
 
@@ -230,9 +234,24 @@ async def test_a_transfer_thread_that_died_ends_the_process(build: Builder, word
     pod = await build.pod("decode", FakeEngine())
     loaded = pod.process.pod.loaded
     assert loaded is not None
-    loaded.agent._inbox.put("nonsense")  # type: ignore[arg-type]
+    loaded.agent._inbox.put("nonsense")  # type: ignore[attr-defined]
     assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
     assert "KV transfer" in last_words(words).message
+
+
+async def test_a_lost_gpu_ends_the_process_by_its_name(
+    build: Builder, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Callable[[Verdict], None]] = []
+    monkeypatch.setattr(process, "watch_gpus", lambda ranks, on_verdict: told.append(on_verdict))
+    on_gpus = deployment.config().model_copy(update={"accelerator": "nvidia"})
+    monkeypatch.setattr(deployment, "config", lambda **given: on_gpus)
+    pod = await build.pod("decode", FakeEngine())
+    told[0](Verdict(Reason.ECC, False, "GpuEccError: watch it", 0))
+    assert not pod.task.done()
+    await asyncio.to_thread(told[0], Verdict(Reason.LOST, True, "GpuLost: GPU 3 of rank 2 fell off the bus", 2))
+    assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
+    assert (last_words(words).message, last_words(words).rank) == ("GpuLost: GPU 3 of rank 2 fell off the bus", 2)
 
 
 async def test_a_background_task_that_breaks_ends_the_process(

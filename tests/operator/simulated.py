@@ -114,13 +114,18 @@ class SimCluster:
         spec = CHAT.spec.model_copy(
             update={
                 "prefill": CHAT.spec.prefill.model_copy(update={"replicas": self.sets["prefill"].replicas}),
-                "decode": CHAT.spec.decode.model_copy(update={"replicas": self.sets["decode"].replicas}),
+                "decode": CHAT.spec.decode.model_copy(
+                    update={
+                        "replicas": self.sets["decode"].replicas,
+                        "hosts_per_replica": self.sets["decode"].hosts,
+                    }
+                ),
                 "rollout": CHAT.spec.rollout.model_copy(
                     update={"max_unavailable": self.max_unavailable, "paused": self.paused}
                 ),
             }
         )
-        return replace(CHAT, spec=spec, hosts_per_replica={role: each.hosts for role, each in self.sets.items()})
+        return replace(CHAT, spec=spec)
 
     def plan(self) -> Plan:
         workloads: dict[names.Component, Object | None] = {role: _workload(each) for role, each in self.sets.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ def test_a_paused_rollout_also_holds_the_router() -> None:
 
 
 def test_replicas_of_several_hosts_are_so_many_pods() -> None:
-    several = dataclasses.replace(target(decode={"replicas": 3}), hosts_per_replica={"decode": 4})
+    several = target(decode={"replicas": 3, "hostsPerReplica": 4})
     sets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "StatefulSet"}
     assert (sets["chat-decode"]["replicas"], sets["chat-prefill"]["replicas"]) == (12, 1)
     budgets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "PodDisruptionBudget"}
@@ -173,6 +172,14 @@ def test_replicas_of_several_hosts_are_so_many_pods() -> None:
     found = engine_config(several, "router").discovery
     assert found is not None
     assert (found.prefill_hosts, found.decode_hosts) == (1, 4)
+
+
+def test_hosts_of_a_replica_find_each_other_by_their_number() -> None:
+    def args(role: str) -> list[str]:
+        return engine(role, decode={"hostsPerReplica": 4})["containers"][0]["args"]  # type: ignore[no-any-return]
+
+    assert args("decode")[-4:] == ["--hosts", "4", "--domain", "chat-decode-hosts.ns.svc"]
+    assert "--hosts" not in args("prefill")
 
 
 def test_scaling_does_not_roll_pods() -> None:

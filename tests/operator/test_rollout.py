@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 
 import pytest
@@ -245,13 +244,13 @@ def test_a_preview_plays_the_planner_through() -> None:
 
 
 def test_leaders_are_one_pod_of_each_replica() -> None:
-    several = dataclasses.replace(target(decode={"replicas": 3}), hosts_per_replica={"decode": 8})
+    several = target(decode={"replicas": 3, "hostsPerReplica": 8})
     assert leaders(several, "decode").endswith(",apps.kubernetes.io/pod-index in (0,8,16)")
     assert leaders(several, "prefill") == names.selector_text("chat", "prefill")
 
 
 def test_the_status_counts_replicas_and_not_their_hosts() -> None:
-    several = dataclasses.replace(target(decode={"replicas": 2}), hosts_per_replica={"decode": 2})
+    several = target(decode={"replicas": 2, "hostsPerReplica": 2})
     pods = [pod(f"chat-decode-{n}", ready=n != 3, containerStatuses=[{"name": "e", "started": True}]) for n in range(4)]
     seen = Observed(workloads={"decode": stateful_set(4, ready=3, updated=4)}, pods={"decode": pods})
     status = compute(resource(), several, seen, None, now=NOW)["decode"]

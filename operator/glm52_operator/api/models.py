@@ -128,6 +128,13 @@ class RoleSpec(_Model):
         le=1000,
         description="Number of replicas of the role; with 0 no request can be served.",
     )
+    hosts_per_replica: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Pods that form one replica: the ranks of all of them share the experts. Its first pod takes the "
+        "requests; they start, drain and are replaced together.",
+    )
     ranks_per_host: int = Field(
         default=1,
         ge=1,
@@ -445,7 +452,7 @@ class Status(_Model):
     )
     url: str | None = Field(default=None, description="Where the OpenAI-compatible API is reached inside the cluster.")
     up_to_date: str | None = Field(
-        default=None, description="Pods of all roles and the router on the newest revision, of those desired: 3/3."
+        default=None, description="Replicas of both roles and routers on the newest revision, of those desired: 3/3."
     )
     host_ram: str | None = Field(default=None, description="Host memory of one prefill and of one decode pod.")
     conditions: list[Condition] | None = Field(

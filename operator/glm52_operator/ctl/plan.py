@@ -80,7 +80,7 @@ def _note(child: Object) -> str:
 def _memory(target: Target, children: Sequence[Object]) -> list[str]:
     rows, pods, total = [["role", "pods", "together", "one pod"]], 0, 0
     for component in _COMPONENTS:
-        size, count = _pod_memory(target, component, children), target.replicas(component)
+        size, count = _pod_memory(target, component, children), target.pods(component)
         one = gib(size) if component == "router" else target.memory(component).explain()
         rows.append([component, str(count), gib(size * count), one])
         pods, total = pods + count, total + size * count

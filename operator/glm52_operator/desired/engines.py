@@ -58,7 +58,7 @@ def _engine(target: Target, role: Role) -> Object:
     return pods.container(
         CONTAINER,
         target.image,
-        ["serve", "--role", role, "--config", CONFIG_PATH],
+        ["serve", "--role", role, "--config", CONFIG_PATH, *_replica(target, role)],
         target.memory(role).per_host,
         env=[*pods.environment(), pods.field_variable(HOLD_ENV, f"metadata.annotations['{names.HOLD}']")],
         gpus=0 if target.spec.accelerator == "cpu" else config.ranks_per_host,
@@ -73,6 +73,13 @@ def _engine(target: Target, role: Role) -> Object:
         readinessProbe=pods.http_probe(READYZ, period=2, timeout=5, failures=3),
         lifecycle={"preStop": {"exec": {"command": ["glm52-engine", "drain"]}}},
     )
+
+
+def _replica(target: Target, role: Role) -> list[str]:
+    """What the hosts of one replica find each other by; each knows from its own number which one it is."""
+    hosts = target.hosts(role)
+    domain = f"{names.hosts(target.name, role)}.{target.namespace}.svc"
+    return ["--hosts", str(hosts), "--domain", domain] if hosts > 1 else []
 
 
 def _make_checkpoint(target: Target, role: Role) -> Object:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from glm52_engine.config import MODEL_MOUNT, DrainConfig, HiSparseConfig, Role, RoleConfig
@@ -24,9 +23,6 @@ class Target:
     spec: Spec
     image: str
 
-    hosts_per_replica: Mapping[Role, int] = field(default_factory=dict)
-    """Pods that form one replica; a role that is not named has one."""
-
     def replicas(self, component: names.Component) -> int:
         """Replicas that shall run now."""
         return 0 if self.spec.suspend else self.wanted(component)
@@ -36,7 +32,8 @@ class Target:
         return getattr(self.spec, component).replicas  # type: ignore[no-any-return]
 
     def hosts(self, component: names.Component) -> int:
-        return 1 if component == names.ROUTER else self.hosts_per_replica.get(component, 1)
+        """Pods of one replica."""
+        return 1 if component == names.ROUTER else self._size(component).hosts_per_replica
 
     def pods(self, component: names.Component) -> int:
         return self.replicas(component) * self.hosts(component)
@@ -45,8 +42,11 @@ class Target:
         """Pods of a component that may be missing at a time."""
         return 1 if component == names.ROUTER else self.spec.rollout.max_unavailable * self.hosts(component)
 
+    def _size(self, role: Role) -> RoleSpec:
+        return self.spec.prefill if role == "prefill" else self.spec.decode
+
     def role_config(self, role: Role) -> RoleConfig:
-        own = self.spec.prefill if role == "prefill" else self.spec.decode
+        own = self._size(role)
         return RoleConfig(
             ranks_per_host=own.ranks_per_host,
             host_pool_gib=own.host_pool_gib,

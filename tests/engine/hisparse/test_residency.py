@@ -125,3 +125,23 @@ def test_rows_of_the_model(form: ModuleType, device: str, row_bytes: int) -> Non
     world = World(form, device=device, row_bytes=row_bytes, top_k=12, rows=20)
     for first in (0, 3, 17):
         step(world, (1, list(range(first, first + 12)), first + 5), (0, list(range(30, 40)), 47))
+
+
+def test_plans_at_the_models_size(device: str) -> None:
+    """2,048 of 4,096: the forms agree on what is fetched, where it goes and what is evicted next."""
+    draw = random.Random(7)
+    context = range(6000)
+    worlds = [World(form, device=device, seats=2, top_k=2048, rows=4096, blocks=1600) for form in (residency, hisparse)]
+    chosen = set(draw.sample(context, 2048))
+    for length in range(6000, 6004):
+        kept = draw.sample(sorted(chosen), 1400)
+        chosen = {*kept, *draw.sample(sorted(set(context) - chosen), 647), length}
+        rows = [(seat, sorted(chosen), length) for seat in (1, 0)]
+        fetched = []
+        for world in worlds:
+            world.begin(rows)
+            fetched.append(world.resolve())
+        assert fetched[0] == fetched[1]
+        assert torch.equal(worlds[0].plan.resident[:2], worlds[1].plan.resident[:2])
+        for seat in (0, 1):
+            assert worlds[0].order(seat) == worlds[1].order(seat)

@@ -151,6 +151,9 @@ def _add_local(commands: Any) -> None:
         default="auto",
         help="how KV is stored; auto is the checkpoint's dtype (%(default)s)",
     )
+    command.add_argument(
+        "--hi-sparse", action="store_true", help="decode reads what it attends to from hot buffers, see docs/design.md"
+    )
     command.add_argument("--name", default="glm-5.2", help="name of the model (%(default)s)")
     command.add_argument("--accelerator", default="cpu", choices=get_args(Accelerator), help="(%(default)s)")
     command.set_defaults(run=_local)
@@ -292,6 +295,7 @@ def _local(args: argparse.Namespace) -> int:
             decode=args.decode,
             max_model_len=args.max_model_len,
             kv_cache_dtype=args.kv_cache_dtype,
+            hi_sparse=args.hi_sparse,
             accelerator=args.accelerator,
             name=args.name,
         )

@@ -26,6 +26,7 @@ from glm52_engine.config import (
     ConfigError,
     DrainConfig,
     EngineConfig,
+    HiSparseConfig,
     KvCacheDtype,
     ModelConfig,
     RoleConfig,
@@ -50,6 +51,7 @@ class LocalOptions:
     decode: int
     max_model_len: int
     kv_cache_dtype: KvCacheDtype
+    hi_sparse: bool
     name: str
     accelerator: Accelerator
 
@@ -151,7 +153,7 @@ class Local:
                 weights_gib=size // GIB + 1,
             ),
             prefill=role,
-            decode=role,
+            decode=role.model_copy(update={"hi_sparse": HiSparseConfig()}) if self.options.hi_sparse else role,
             drain=DrainConfig(window_seconds=WINDOW_SECONDS),
             accelerator=self.options.accelerator,
         )

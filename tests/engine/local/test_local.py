@@ -120,18 +120,22 @@ def test_term_ends_everything_with_exit_code_0_and_leaves_no_orphan(tiny_checkpo
     assert not folder.exists()
 
 
-def test_kv_in_fp8_crosses_between_processes(tiny_checkpoint: Path) -> None:
+def test_kv_in_fp8_crosses_between_processes_and_is_read_through_hot_buffers(tiny_checkpoint: Path) -> None:
     prompt = [*b"The decode pool keeps its rows in eight bits."]
-    running = Running("--model", str(tiny_checkpoint), "--kv-cache-dtype", "fp8")
+    # More than a hot buffer holds.
+    longer = prompt * 4
+    running = Running("--model", str(tiny_checkpoint), "--kv-cache-dtype", "fp8", "--hi-sparse")
     try:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60)
         found = whole(client, prompt).choices[0].text
         layout = KvLayout.of(read_model_spec(tiny_checkpoint), 64, "fp8")
         assert pods(running)["decode"][0]["kv_bytes_in"] == layout.block_bytes
+        also = whole(client, longer).choices[0].text
     finally:
         assert running.end() == 0
     alone = Ours(tiny_checkpoint, kv_cache_dtype="fp8")
-    assert found == Tokenizer.load(tiny_checkpoint).decode(alone.greedy(prompt, 16, chunk=1000))
+    for tokens, text in ((prompt, found), (longer, also)):
+        assert text == Tokenizer.load(tiny_checkpoint).decode(alone.greedy(tokens, 16, chunk=1000))
 
 
 def test_a_checkpoint_that_is_none_is_one_sentence(tmp_path: Path) -> None:

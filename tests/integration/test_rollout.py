@@ -20,6 +20,8 @@ pytestmark = pytest.mark.integration
 
 LIFE = Life(warm_up=0.3, drain=0.3)
 KV = "glm52.dev/kv"
+LEFT = ["chat-decode-0", "chat-decode-1", "chat-decode-2"]
+"""Pods of the first replica of three hosts."""
 
 
 def serves(pod: Object) -> bool:
@@ -183,6 +185,34 @@ def _others(space: Space, known: set[str]) -> bool:
 def _said(space: Space) -> str:
     status = (space.seen("GLM52Deployment", "chat") or {}).get("status", {})
     return " ".join(c["message"] for c in status.get("conditions", []))
+
+
+def test_replicas_of_several_hosts_are_replaced_and_scaled_whole(
+    space: Space, kubelets: Kubelets, operator: Process
+) -> None:
+    kubelets.live(LIFE, space.name)
+    sizes = {"replicas": 2, "hostsPerReplica": 3}
+    space.apply(deployment("chat", prefill={"replicas": 2}, decode=sizes))
+    space.until_ready("chat")
+    least = []
+
+    def whole() -> int:
+        hosts = {pod["metadata"]["name"] for pod in serving(space, "decode")}
+        return sum({f"chat-decode-{3 * n + host}" for host in range(3)} <= hosts for n in range(2))
+
+    def rolled() -> bool:
+        least.append(whole())
+        current = space.condition("chat", "Ready")
+        return current.get("status") == "True" and current["observedGeneration"] == edited
+
+    edited = generation(space.edit("chat", restart="now"))
+    space.until("every replica was replaced", rolled, 90.0)
+    assert min(least) == 1
+    space.scale("chat", 1)
+    space.until("the second replica is gone", lambda: sorted(space.pods("chat", "decode")) == LEFT)
+    status = space.until_ready("chat")["status"]["decode"]
+    assert (status["replicas"], status["readyReplicas"], status["ready"]) == (1, 1, "1/1")
+    assert [pod["metadata"]["name"] for pod in space.cluster.listed("Pod", space.name, status["selector"])] == LEFT[:1]
 
 
 def test_children_of_an_operator_before_are_taken_over_without_a_gap(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from glm52_engine.checkpoint import load_weights, read_model_spec
+from glm52_engine.config import KvCacheDtype
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.model.device import device_weights
@@ -40,12 +41,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(
-    checkpoint: Path, device: str | None, *, hot_rows: int | None = None, **options: Any
+    checkpoint: Path, device: str | None, *, hot_rows: int | None = None, kv: KvCacheDtype = "auto", **options: Any
 ) -> Iterator[LocalEngine]:
     """On a device, or the plain model where None; a chunk of a prompt has at most 12 rows."""
     spec = read_model_spec(checkpoint)
     weights = load_weights(checkpoint, spec)
-    layout = KvLayout.of(spec, BLOCK)
+    layout = KvLayout.of(spec, BLOCK, kv)
     contract = kv_contract(layout, weights)
     pool = Pool(layout, BLOCKS)
     pool.touch()
@@ -80,12 +81,14 @@ def running(
         engine.stop()
 
 
-async def answers(checkpoint: Path, source: str | None, target: str | None, **options: Any) -> list[list[Token]]:
+async def answers(
+    checkpoint: Path, source: str | None, target: str | None, *, kv: KvCacheDtype = "auto", **options: Any
+) -> list[list[Token]]:
     """Of prompts below and above index_topk, of one token, of a shared prefix; greedy, and drawn."""
     shared = tuple(prompt(13, seed=1))
     together = [greedy("one", tuple(prompt(1)), 4), greedy("short", tuple(prompt(3)), 4), greedy("long", shared, 4)]
     later = greedy("again", (*shared[:9], 7, 8), 3, temperature=0.9, seed=4)
-    with running(checkpoint, source) as prefill, running(checkpoint, target, **options) as decode:
+    with running(checkpoint, source, kv=kv) as prefill, running(checkpoint, target, kv=kv, **options) as decode:
         found = await asyncio.gather(*(generate(prefill, decode, request) for request in together))
         found.append(await generate(prefill, decode, later))
         await eventually(lambda: idle(decode) and idle(prefill))
@@ -118,3 +121,10 @@ async def test_decode_with_hot_buffers(checkpoint: Path, truth: list[list[int]],
     top_k = read_model_spec(checkpoint).index_topk
     found = await answers(checkpoint, None, device, launch_ahead=True, hot_rows=top_k + 2)
     assert ids(found) == truth
+
+
+async def test_kv_in_fp8_from_the_plain_model_into_hot_buffers(checkpoint: Path, device: str) -> None:
+    top_k = read_model_spec(checkpoint).index_topk
+    plain = await answers(checkpoint, None, None, kv="fp8")
+    found = await answers(checkpoint, None, device, kv="fp8", hot_rows=top_k + 2)
+    assert ids(found) == ids(plain)

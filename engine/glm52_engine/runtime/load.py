@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,17 +163,20 @@ def _on_gpus(
     check_memlock(role.ranks_per_host * limits.blocks * kv.block_bytes)
     executors: list[Executor] = []
     contract: dict[str, str | int] = {}
-    for rank in range(role.ranks_per_host):
-        said = f"reading weights for rank {rank}"
-        on_phase(said)
-        weights = load_weights(
-            path, spec, device=gpus.device(rank), fp8="keep", on_progress=ProgressLines(said, on_phase)
-        )
-        contract = kv_contract(kv, weights)
-        said = f"pinning the pool of rank {rank}"
-        on_phase(said)
-        pool, unpin = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
-        executors.append(gpus.executor(rank, spec, weights, pool, role, limits, step, unpin, measures.hot_rows))
+    with contextlib.ExitStack() as failed:
+        for rank in range(role.ranks_per_host):
+            said = f"reading weights for rank {rank}"
+            on_phase(said)
+            weights = load_weights(
+                path, spec, device=gpus.device(rank), fp8="keep", on_progress=ProgressLines(said, on_phase)
+            )
+            contract = kv_contract(kv, weights)
+            said = f"pinning the pool of rank {rank}"
+            on_phase(said)
+            pool, unpin = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
+            failed.callback(unpin)
+            executors.append(gpus.executor(rank, spec, weights, pool, role, limits, step, unpin, measures.hot_rows))
+        failed.pop_all()
     return executors, contract
 
 

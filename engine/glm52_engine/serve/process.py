@@ -89,6 +89,10 @@ def serve(options: ServeOptions) -> int:
         return leave(Outcome.CRASHED, options.role, last_line(error))
 
 
+class GivenUp(Exception):
+    """A TERM came during the start; the message is the phase that was not begun."""
+
+
 class Process:
     def __init__(
         self, options: ServeOptions, config: EngineConfig, token: InternalToken, listener: socket.socket
@@ -99,6 +103,7 @@ class Process:
         self._ended: asyncio.Future[End]
         self._terminated = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._loading: asyncio.Future[Any] | None = None
         ip = os.environ.get("POD_IP") or "127.0.0.1"
         port = listener.getsockname()[1]
         counters = TransferCounters()
@@ -174,6 +179,8 @@ class Process:
         except TimeoutError:
             phase = self.life.state.phase
             self._end(Outcome.CRASHED, f"the start took more than {self._start_budget()} s; last: {phase}")
+        except GivenUp as error:
+            log.info("the start was given up", extra={"phase": str(error)})
         except Exception as error:
             log.error("the start failed", exc_info=error)
             self._end(Outcome.CRASHED, last_line(error))
@@ -188,14 +195,17 @@ class Process:
         loop = asyncio.get_running_loop()
 
         def on_phase(phase: str) -> None:
+            if self._terminated.is_set():
+                raise GivenUp(phase)
             loop.call_soon_threadsafe(self.life.enter, phase)
 
         options = self.options
-        engine, tokenizer, stopped = await in_thread(
+        self._loading = in_thread(
             lambda: load_engine(
                 self.config, options.role, on_phase, rank_hosts=options.rank_hosts, token_file=options.token_file
             )
         )
+        engine, tokenizer, stopped = await self._loading
         if self.config.accelerator == "nvidia":
             await self._watch_gpus()
         self.life.enter("reading the vocabulary for grammars")
@@ -267,6 +277,9 @@ class Process:
         self.life.stop()
         if self.pod.loaded is not None:
             await self._close(self.pod.loaded)
+        elif self._loading is not None and self.config.accelerator == "nvidia":
+            # It lets go of pools that are pinned: left to the end of the process the kernel would, deaf to signals.
+            await asyncio.wait({self._loading}, timeout=unpin_seconds(self.config.role(self.options.role)))
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(http), LAST_WORDS_SECONDS)

@@ -14,6 +14,7 @@ import pytest
 from glm52_engine.config import EXIT_CODES as CODES
 from glm52_engine.config import Hold, Outcome, Termination
 from glm52_engine.hardware.health import Reason, Verdict
+from glm52_engine.lifecycle.start import bind
 from glm52_engine.serve import process
 from glm52_engine.serve.process import Process
 from glm52_engine.transfer.lease import LeaseTable
@@ -265,3 +266,28 @@ async def test_a_background_task_that_breaks_ends_the_process(
     monkeypatch.setattr(LeaseTable, "expire", broken)
     assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
     assert "leases expire no more" in last_words(words).message
+
+
+async def test_a_term_during_a_start_lets_what_is_pinned_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    more = threading.Event()
+
+    def load(config: Any, role: Any, on_phase: Callable[[str], None], **hosts: Any) -> Any:
+        try:
+            for piece in range(2000):
+                on_phase(f"pinning {piece}")
+                steps.append("a piece")
+                more.wait(0.01)
+        finally:
+            steps.append("unpinned")
+
+    monkeypatch.setattr(process, "load_engine", load)
+    options = process.ServeOptions("decode", "", "", "127.0.0.1", 0, propagation=0)
+    config = deployment.config().model_copy(update={"accelerator": "nvidia"})
+    starting = Process(options, config, deployment.TOKENS, bind("127.0.0.1", 0))
+    task = asyncio.create_task(starting.run())
+    await until("it pins", lambda: len(steps) > 2)
+    starting.terminate("test")
+    assert await asyncio.wait_for(task, 15) == CODES[Outcome.DRAINED]
+    assert steps[-1] == "unpinned"
+    assert len(steps) < 2000

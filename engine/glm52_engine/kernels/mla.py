@@ -176,9 +176,11 @@ FLASH_PAGE = 64
 """Rows of a page of FlashMLA's FP8 kernel: a row number is what it makes of page and offset, so any number will do."""
 
 
-def flash_usable(heads: int, latent: int, rope: int, device: torch.device) -> bool:
-    """Whether FlashMLA is installed and made for this shape and card (Hopper)."""
+def flash_usable(heads: int, latent: int, rope: int, stored: torch.dtype, device: torch.device) -> bool:
+    """Whether FlashMLA is installed and made for this shape, for rows `stored` so, and for this card (Hopper)."""
     if flash_mla_sparse_fwd is None or device.type != "cuda" or (heads % 64, latent, rope) != (0, 512, 64):
+        return False
+    if stored not in (torch.bfloat16, torch.float8_e4m3fn):
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
 

@@ -170,7 +170,7 @@ class DecodeStep:
         self._slots = empty(batch, of=torch.int32)
         self._q_latent = empty(batch, spec.q_lora_rank)
         splits = mla.attention_splits(batch, spec.index_topk)
-        usable = mla.flash_usable(heads, latent, rope, device)
+        usable = mla.flash_usable(heads, latent, rope, pool.layout.dtype, device)
         self._flash_fp8 = mla.FlashFp8() if usable and pool.pages else None
         self._flash = splits if usable and not pool.pages else 0
         self._query = empty(batch * (self._flash or 1), heads, latent + rope)
@@ -207,7 +207,8 @@ class DecodeStep:
         spec, weights = self._weights.spec, self._weights
         rows.begin(
             self.tokens, self.positions, weights.embed, self._hidden, self._cos, self._sin, self.table, self._slots,
-            self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows, turn=self.turn,
+            self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows,
+            turn=self.turn,
         )  # fmt: skip
         if self._hot is not None:
             self._hot.begin(self.seats, self._slots, self.active)

@@ -73,7 +73,8 @@ class Prefill:
         self._frequencies = inverse_frequencies(spec.qk_rope_head_dim, spec.rope_theta).to(self._device)
         self._active = torch.full((), most_rows, dtype=torch.int32, device=self._device)
         self._counts = index_kernels.top_k_counts(min(most_rows, _SCORE_ROWS), self._device)
-        self._flash = mla.flash_usable(spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim, self._device)
+        heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
+        self._flash = mla.flash_usable(heads, latent, rope, pool.layout.dtype, self._device)
         matrices = [m for layer in weights.layers for m in (layer.a, layer.b, layer.o, layer.up, layer.down)]
         self._wide = weights.embed.new_empty(max(m.weight.numel() if m.scale is not None else 0 for m in matrices))
 

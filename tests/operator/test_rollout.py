@@ -41,6 +41,16 @@ def test_one_replica_of_a_role_at_a_time_lowest_first() -> None:
     assert order == [("decode", 0), ("decode", 1), ("decode", 2)]
 
 
+def test_the_last_one_that_goes_is_named() -> None:
+    cluster = SimCluster.running(1, 1)
+    cluster.edit(SAME, "decode")
+    assert cluster.plan().progress["decode"].absent == "chat-decode-0 is told to go"
+    cluster.step()
+    progress = cluster.plan().progress
+    assert progress["decode"].absent == "chat-decode-0 finishes its requests and goes"
+    assert (progress["decode"].outdated, progress["decode"].waits, progress["prefill"].absent) == ((), "", "")
+
+
 def test_as_many_as_may_be_unavailable_at_a_time() -> None:
     cluster = SimCluster.running(2, 5, max_unavailable=2)
     cluster.edit(SAME, "decode")

@@ -142,7 +142,8 @@ def _rolling(workload: Workload, counts: str) -> Verdict:
         text = f"{newest}; the others stay until rollout.paused is false. A pod that goes comes back as the newest."
         return Verdict(False, "Paused", f"{counts}. {text}")
     if progress is None or not progress.outdated:
-        return Verdict(False, "RollingOut", f"{counts}. {newest}, the others are being replaced.")
+        last = f": {progress.absent}" if progress is not None and progress.absent else ""
+        return Verdict(False, "RollingOut", f"{counts}. {newest}, the others are being replaced{last}.")
     next_one = progress.outdated[0]
     waits = f"{next_one} is next and waits: {progress.waits.rstrip('.')}" if progress.waits else f"{next_one} is next"
     return Verdict(False, "RollingOut", f"{counts}. {newest}. {waits}.")

@@ -45,6 +45,8 @@ class Progress:
     """Pods of an older revision that nobody has told to go yet."""
     waits: str = ""
     """What they wait for, as the rest of a sentence; empty where they do not wait."""
+    absent: str = ""
+    """Why the first replica that does not serve does not, in the same form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,20 +216,23 @@ def _progress(own: _Board, other: _Board, policy: Policy) -> Progress:
         newest=sum(slot.replica.is_of(revision) for slot in own.slots),
         outdated=tuple(outdated) if own.view.revision is not None else (),
         waits=_waits(own, other, policy) if left else "",
+        absent=_first_absent(own),
     )
 
 
 def _waits(own: _Board, other: _Board, policy: Policy) -> str:
     if policy.paused:
         return "rollout.paused is true"
-    missing = [slot for slot in own.slots if slot.state is not State.SERVING]
-    if missing:
-        return f"{_absent(own.view, missing[0])}; rollout.maxUnavailable is {policy.max_unavailable}"
-    theirs = [slot for slot in other.slots if slot.state is not State.SERVING]
-    if theirs:
+    if ours := _first_absent(own):
+        return f"{ours}; rollout.maxUnavailable is {policy.max_unavailable}"
+    if theirs := _first_absent(other):
         reason = f"{own.view.role} and {other.view.role} advance together, since their revisions cannot exchange KV"
-        return f"{_absent(other.view, theirs[0])}; {reason}"
+        return f"{theirs}; {reason}"
     return f"the {other.view.role} replicas are not of a revision whose KV the new {own.view.role} replicas understand"
+
+
+def _first_absent(board: _Board) -> str:
+    return next((_absent(board.view, slot) for slot in board.slots if slot.state is not State.SERVING), "")
 
 
 def _absent(view: RoleView, slot: _Slot) -> str:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 
 from glm52_engine.config import HOLD_ENV, Hold
-from glm52_engine.lifecycle.life import Life
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +20,21 @@ LOOK_SECONDS = 30.0
 """A clock that is set while we sleep is noticed after that."""
 
 
-async def wait_for_turn(life: Life, hold: Hold | None, now: Callable[[], datetime.datetime]) -> bool:
-    """Returns when the process may start; whether it had to wait. Held without an end, it is ended by TERM only."""
+def utc_now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+async def wait_for_turn(
+    tell: Callable[[str], None], hold: Hold | None, now: Callable[[], datetime.datetime] = utc_now
+) -> bool:
+    """Returns when the process may start; whether it had to wait, of which `tell` is told why and until when.
+
+    Held without an end, it is ended by TERM only.
+    """
     if hold is None or (hold.until is not None and hold.until <= now()):
         return False
     until = f"until {hold.until:%Y-%m-%dT%H:%M:%SZ}" if hold.until else "until the specification is changed"
-    life.enter(f"held {until}: {hold.why}", held=True)
+    tell(f"held {until}: {hold.why}")
     while hold.until is None or now() < hold.until:
         left = LOOK_SECONDS if hold.until is None else (hold.until - now()).total_seconds()
         await asyncio.sleep(min(LOOK_SECONDS, max(0.0, left)))

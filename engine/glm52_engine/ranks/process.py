@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
+from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.lifecycle.threads import in_thread
@@ -98,6 +99,7 @@ class HostProcess:
         self._span = RankSpan("this host", ranks * options.index, ranks)
         self._terminated = asyncio.Event()
         self._session: Session | None = None
+        self._held = False
 
     async def run(self) -> End:
         loop = asyncio.get_running_loop()
@@ -115,11 +117,20 @@ class HostProcess:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(reception.close)
             if self.options.probe_port is not None:
-                started = loading.done
                 await stack.enter_async_context(
-                    probes(self.options.host, self.options.probe_port, started=started, ready=self._is_joined)
+                    probes(
+                        self.options.host,
+                        self.options.probe_port,
+                        started=lambda: loading.done() or self._held,
+                        ready=self._is_joined,
+                    )
                 )
             return await self._serve(reception, loading, phases)
+
+    def _on_hold(self, phase: str) -> None:
+        # The budget of the startup probe is for starting.
+        self._held = True
+        log.info("starting", extra={"phase": phase})
 
     def _is_joined(self) -> bool:
         return self._session is not None and self._session.joined
@@ -180,6 +191,8 @@ class HostProcess:
 
     async def _load(self, reception: Reception, phases: Phases) -> Ready:
         role, hosts = self.options.role, self._counts
+        # Its leader waits as long: to load for it now would be for nothing.
+        await wait_for_turn(self._on_hold, given_hold())
         try:
             measures, terms = await in_thread(lambda: read_terms(self.config, role, hosts, phases))
             reception.terms.set_result(terms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import faulthandler
 import logging
 import os
@@ -168,7 +167,7 @@ class Process:
 
     async def _load(self) -> None:
         try:
-            held = await wait_for_turn(self.life, given_hold(), lambda: datetime.datetime.now(datetime.UTC))
+            held = await wait_for_turn(lambda phase: self.life.enter(phase, held=True), given_hold())
             # The startup probe has passed while we waited, so that nobody else limits this start.
             async with asyncio.timeout(self._start_budget() if held else None):
                 self.pod.loaded = await self._loaded()

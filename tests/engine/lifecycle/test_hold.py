@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+from collections.abc import Callable
 
 import pytest
 
@@ -31,15 +32,19 @@ def life() -> Life:
     return Life(window=30, propagation=5)
 
 
+def enter(held: Life) -> Callable[[str], None]:
+    return lambda phase: held.enter(phase, held=True)
+
+
 @pytest.mark.parametrize("given", [None, Hold(until=NOW), Hold(until=NOW - datetime.timedelta(hours=1))])
 async def test_a_start_that_nobody_holds_begins_at_once(given: Hold | None) -> None:
-    assert await wait_for_turn(life(), given, lambda: NOW) is False
+    assert await wait_for_turn(enter(life()), given, lambda: NOW) is False
 
 
 async def test_a_held_start_waits_for_its_time_and_is_no_start_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     wall, held = Wall(monkeypatch), life()
     given = Hold(until=NOW + datetime.timedelta(seconds=70), why="crashed 3 times")
-    assert await wait_for_turn(held, given, lambda: wall.now) is True
+    assert await wait_for_turn(enter(held), given, lambda: wall.now) is True
     assert sum(wall.slept) == 70
     probe = startup_probe(held.state)
     assert (probe.status, probe.body["status"]) == (200, "held")
@@ -51,7 +56,7 @@ async def test_a_held_start_waits_for_its_time_and_is_no_start_that_hangs(monkey
 
 async def test_one_that_is_held_for_good_waits_until_it_is_ended() -> None:
     held = life()
-    waits = asyncio.create_task(wait_for_turn(held, Hold(why="crashed 8 times"), lambda: NOW))
+    waits = asyncio.create_task(wait_for_turn(enter(held), Hold(why="crashed 8 times"), lambda: NOW))
     await asyncio.sleep(0)
     assert "until the specification is changed" in held.state.phase
     assert not waits.done()

@@ -71,6 +71,10 @@ class ControlPlane:
         self._apiserver = self._make_apiserver()
         self._controllers = self._make_controllers()
 
+    def program(self, name: str) -> Path:
+        """One of the many that `kube` is."""
+        return self._programs.called(name, self.folder / "bin")
+
     def start(self) -> None:
         self._etcd.start()
         self._apiserver.start()
@@ -110,7 +114,7 @@ class ControlPlane:
 
     def _certificates(self) -> None:
         # kubeadm makes them all, so no tool for certificates is needed.
-        kubeadm = self._programs.called("kubeadm", self.folder / "bin")
+        kubeadm = self.program("kubeadm")
         # The version is named, or it would be looked up on the internet; an address of loopback it takes only beside
         # another one.
         certs: list[str | Path] = [kubeadm, "init", "phase", "certs"]
@@ -158,7 +162,7 @@ class ControlPlane:
             "audit-policy-file": policy,
             "audit-log-path": self.audit_log,
         }
-        binary = self._programs.called("kube-apiserver", self.folder / "bin")
+        binary = self.program("kube-apiserver")
         return Daemon([binary, *_flags(flags)], self.folder / "kube-apiserver.log")
 
     def _make_controllers(self) -> Daemon:
@@ -172,7 +176,7 @@ class ControlPlane:
             "kube-api-qps": 500,
             "kube-api-burst": 1000,
         }
-        binary = self._programs.called("kube-controller-manager", self.folder / "bin")
+        binary = self.program("kube-controller-manager")
         return Daemon([binary, *_flags(flags)], self.folder / "kube-controller-manager.log")
 
     def _until_ready(self) -> None:

@@ -16,6 +16,7 @@
   `kubelets.live(Life(warm_up=FOREVER), space.name, role="decode")`, `kubelets.lacks_image("x")`; afterwards do to a
   pod what shall befall it: `crash`, `oom_kill`, `ready(..., False)`, `restart`, `release`
   (see e2e/controlplane/standin.py).
+* `kube` is the real kubectl in a namespace of the test file, `server` asks about objects without writing them.
 * `proxy` breaks connections between an operator and the API server; `plane.restart_apiserver()` breaks everybody's.
 
 Deadlines are a minute unless said otherwise: they are for machines that are busy, and no measure of anything.
@@ -30,16 +31,21 @@ from typing import Any
 
 import pytest
 
+from e2e.cluster.paths import REPO
+from e2e.controlplane.client import Object, Refused, path
 from e2e.controlplane.cluster import Cluster, Loop
 from e2e.controlplane.operator import Installed, Process
-from e2e.controlplane.plane import ControlPlane
+from e2e.controlplane.plane import ADMIN, ControlPlane
 from e2e.controlplane.programs import Programs, programs
 from e2e.controlplane.proxy import Proxy
 from e2e.controlplane.space import Space
 from e2e.controlplane.standin import Kubelets
+from e2e.kube import Kubectl
 from glm52_operator.api.crd import crd
 
+ROOT = REPO
 Install = Callable[..., Installed]
+Server = Callable[[Object], tuple[bool, str]]
 
 
 @pytest.fixture(scope="session")
@@ -90,17 +96,52 @@ def space(api: Cluster, kubelets: Kubelets, request: pytest.FixtureRequest) -> I
     api.delete("Namespace", None, name)
 
 
+@pytest.fixture(scope="session")
+def kubectl(plane: ControlPlane, api: Cluster, kubelets: Kubelets) -> Kubectl:
+    """The real kubectl, for what is about what it says."""
+    kubeconfig = plane.kubeconfig(plane.folder / "admin.kubeconfig", plane.tokens[ADMIN])
+    return Kubectl(plane.program("kubectl"), kubeconfig)
+
+
+@pytest.fixture(scope="module")
+def server(api: Cluster, cluster_namespace: str) -> Server:
+    """Ask the API server about an object, writing nothing: whether it takes it, and what it says.
+
+    As strict as kubectl asks it to be, but without a process per question.
+    """
+
+    def ask(obj: Object) -> tuple[bool, str]:
+        query = {"dryRun": "All", "fieldValidation": "Strict"}
+        try:
+            api.request("POST", path("GLM52Deployment", cluster_namespace), obj, query)
+        except Refused as error:
+            return False, str(error)
+        return True, ""
+
+    return ask
+
+
 @pytest.fixture
 def install(binaries: Programs, api: Cluster, tmp_path: Path) -> Iterator[Install]:
     """`install(*namespaces, cluster_wide=True, edit=None)`: a release in a namespace of its own."""
+    yield from _installer(binaries, api, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def make_install(binaries: Programs, api: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Install]:
+    """The same for an operator that all tests of a file use."""
+    yield from _installer(binaries, api, tmp_path_factory.mktemp("releases"))
+
+
+def _installer(binaries: Programs, api: Cluster, folder: Path) -> Iterator[Install]:
     made: list[Installed] = []
 
     def install(*serves: str, **more: Any) -> Installed:
         release = f"op-{uuid.uuid4().hex[:8]}"
         api.create_namespace(release)
-        folder = tmp_path / release
-        folder.mkdir()
-        made.append(Installed(api, binaries, folder, release, serves, **more))
+        own = folder / release
+        own.mkdir()
+        made.append(Installed(api, binaries, own, release, serves, **more))
         return made[-1]
 
     yield install

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from e2e.kube import Kubectl, Object, condition, is_current, until
-
-pytestmark = pytest.mark.cluster
+from e2e.controlplane.operator import Process
+from e2e.kube import Kubectl, Object, condition, until
+from tests.integration.conftest import Install
 
 KINDS = "statefulsets,deployments,services,secrets,poddisruptionbudgets,serviceaccounts,roles,rolebindings"
 
@@ -52,6 +52,13 @@ def reason(kube: Kubectl, name: str, kind: str, wanted: str, timeout: float = 60
 
 def patch(kube: Kubectl, kind: str, name: str, change: Object) -> None:
     kube("patch", kind, name, "--type=merge", "-p", json.dumps(change))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator(make_install: Install, kube: Kubectl) -> Process:
+    """One for all tests of this file."""
+    assert kube.namespace is not None
+    return make_install(kube.namespace).start()
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +208,6 @@ def test_deletion_leaves_nothing_and_a_namesake_starts_clean(kube: Kubectl) -> N
         timeout=60,
         last=lambda: list(children(kube, "again")),
     )
-
-
-def test_a_pod_that_no_node_can_hold_is_explained(kube: Kubectl) -> None:
-    kube.apply(deployment("huge", decode={"replicas": 1, "hostPoolGiB": 60000}))
-    message = reason(kube, "huge", "DecodeReady", "Unschedulable")
-    assert "Insufficient memory" in message
-    assert "hostPoolGiB" in message
-    assert not is_current(kube.get("glm52", "huge"), "Ready")
-    kube("delete", "glm52", "huge")
 
 
 def test_pods_that_a_quota_refuses_are_explained(kube: Kubectl) -> None:

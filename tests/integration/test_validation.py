@@ -10,9 +10,7 @@ import pytest
 import yaml
 
 from e2e.kube import Kubectl, Object
-from tests.operator.cluster.conftest import ROOT, Server
-
-pytestmark = pytest.mark.cluster
+from tests.integration.conftest import ROOT, Server
 
 REMOVE = object()
 

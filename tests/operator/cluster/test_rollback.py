@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.kube import Kubectl, condition, until, wait_ready
+from e2e.kube import Kubectl, condition, is_current, until, wait_ready
 from e2e.manifests import deployment
 
 pytestmark = pytest.mark.cluster
@@ -49,3 +49,19 @@ def test_a_bad_image_is_told_and_taking_it_back_heals_without_a_hand(running: Ku
 
 def is_ready(pod: Any) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+
+
+def test_a_pod_that_no_node_can_hold_is_explained(kube: Kubectl) -> None:
+    none = {"replicas": 0}
+    kube.apply(deployment("huge", prefill=none, router=none, decode={"replicas": 1, "hostPoolGiB": 60000}))
+    until(
+        "the scheduler's words are told",
+        lambda: condition(kube.get("glm52", "huge"), "DecodeReady").get("reason") == "Unschedulable",
+        timeout=60,
+        last=lambda: kube.get("glm52", "huge"),
+    )
+    found = condition(kube.get("glm52", "huge"), "DecodeReady")
+    assert "Insufficient memory" in found["message"]
+    assert "hostPoolGiB" in found["message"]
+    assert not is_current(kube.get("glm52", "huge"), "Ready")
+    kube("delete", "glm52", "huge")

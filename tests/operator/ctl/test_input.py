@@ -21,8 +21,8 @@ from glm52_operator.ctl.main import main
 from glm52_operator.ctl.manifest import Manifest, parse
 from glm52_operator.ctl.plan import describe
 from glm52_operator.desired.children import build
+from tests.integration.test_validation import ACCEPTED, REFUSED, deployment
 from tests.operator.builders import target
-from tests.operator.cluster.test_validation import ACCEPTED, REFUSED, deployment
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -60,6 +60,17 @@ def test_what_ends_because_the_pod_was_deleted_is_no_crash(seconds: float, crash
     assert only(made).is_crash is crash
 
 
+@pytest.mark.parametrize(
+    ("seconds", "crash"),
+    [pytest.param(-61, True, id="before it can have been told to go"), pytest.param(-3, False, id="afterwards")],
+)
+def test_the_kubelets_own_last_deletion_is_not_when_the_pod_was_told_to_go(seconds: float, crash: bool) -> None:
+    """It comes when the pod has ended, and the API server forgets the time of the one before."""
+    made = with_container("chat-decode-0", {"terminated": terminated(seconds, 0)}, leaves=(0, 0))
+    made["spec"]["terminationGracePeriodSeconds"] = 60
+    assert only(made).is_crash is crash
+
+
 def test_a_rank_that_fails_during_a_drain_is_a_crash() -> None:
     assert only(with_container("chat-decode-0", {"terminated": crashed(-5)}, leaves=(-30, 60))).is_crash
 

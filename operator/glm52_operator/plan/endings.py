@@ -62,13 +62,16 @@ def endings(pod: Pod) -> list[Ending]:
 
 
 def told_to_go_at(pod: Pod) -> datetime.datetime | None:
-    """When the deletion was asked for; deletionTimestamp itself is when its grace period is over."""
+    """When the deletion was asked for, or the earliest time that may have been; deletionTimestamp itself is when its
+    grace period is over."""
     until = deadline(pod)
     if until is None:
         return None
     grace = pod["metadata"].get("deletionGracePeriodSeconds")
-    if grace is None:
-        # We told it ourselves a moment ago, and the API server's version of it has not come yet.
+    if not grace:
+        # None: we told it ourselves a moment ago, and the API server's version of it has not come yet. 0: the kubelet
+        # asks for the removal of a pod that has ended, seconds after that, and the API server puts this time in the
+        # place of the one before. Taken for the first deletion, it would make a crash of every drain.
         grace = pod.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     return until - datetime.timedelta(seconds=int(grace))
 

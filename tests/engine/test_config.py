@@ -42,6 +42,7 @@ def test_a_rendered_config_reads_back_equal(tmp_path: Path) -> None:
     ("path", "value", "said"),
     [
         pytest.param(("model", "max_model_len"), 0, "model.max_model_len", id="zero"),
+        pytest.param(("model", "kv_cache_dtype"), "int4", "model.kv_cache_dtype", id="KV in a dtype of no engine"),
         pytest.param(("prefill", "ranks_per_host"), 1.5, "prefill.ranks_per_host", id="fractional"),
         pytest.param(("decode", "max_num_seqs"), "4", "decode.max_num_seqs", id="wrong type"),
         pytest.param(("drain", "windowSeconds"), 3, "drain.windowSeconds", id="unknown field"),

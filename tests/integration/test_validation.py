@@ -70,6 +70,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "spec.suspend": True,
     },
     "longest context": {"spec.model.maxModelLen": 1048576},
+    "KV in FP8": {"spec.model.kvCacheDtype": "fp8"},
     "an image": {"spec.image": "registry.internal:5000/a/b@sha256:abc"},
     "a model name with slash": {"spec.model.name": "org/glm-5.2:fp8"},
 }
@@ -145,6 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "too many seats": ({"spec.decode.maxNumSeqs": 4097}, ["spec.decode.maxNumSeqs", "4096"]),
     "too many routers": ({"spec.router.replicas": 101}, ["spec.router.replicas", "100"]),
     "no context": ({"spec.model.maxModelLen": 0}, ["spec.model.maxModelLen"]),
+    "KV in a dtype of no engine": ({"spec.model.kvCacheDtype": "int4"}, ["spec.model.kvCacheDtype", "int4"]),
     "too long a context": ({"spec.model.maxModelLen": 1048577}, ["spec.model.maxModelLen", "1048576"]),
     "no weights": ({"spec.model.weightsGiB": 0}, ["spec.model.weightsGiB"]),
     "negative drain": ({"spec.drain.windowSeconds": -1}, ["spec.drain.windowSeconds"]),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from glm52_engine.ranks.messages import Flags, RankOrder, RankResult, Shape, Start
+from glm52_engine.ranks.masks import advanced, mask_of
+from glm52_engine.ranks.messages import Flags, Mask, RankOrder, RankResult, Shape, Start
 from glm52_engine.runtime.rank import Counters, Event, Running, StepLimits
 from glm52_engine.runtime.types import Token
 from glm52_engine.schedule.launch_ahead import may_lease
@@ -105,7 +106,8 @@ class Books:
     def _order(self, rank: _Rank) -> RankOrder:
         starts, rank.starts = rank.starts, []
         for sequence in starts:
-            rank.running[sequence.seat] = replace(sequence)
+            matcher = sequence.constraint
+            rank.running[sequence.seat] = replace(sequence, constraint=None if matcher is None else matcher.fork())
         # One that has ended by itself is left alone: its end is on its way, or told.
         aborts = [key for key in dict.fromkeys(rank.aborts) if rank.seat_of(key) is not None]
         rank.aborts = []
@@ -117,6 +119,7 @@ class Books:
             tuple(start_of(sequence) for sequence in starts),
             tuple(aborts),
             tuple((planned.seat, planned.tokens) for planned in plan),
+            tuple(mask for planned in plan if (mask := _mask(rank.running[planned.seat], planned.tokens)) is not None),
         )
 
     def _may_lease(self, orders: Sequence[RankOrder], prefill: bool) -> bool:
@@ -143,18 +146,27 @@ class Books:
                 counters.prompt_tokens_computed += count
         events = [_plain(rank, seat, id) for (seat, _), id in zip(order.rows, result.tokens, strict=True) if id >= 0]
         events += result.events
+        events = [self._note(index, rank, event) for event in events]
         for event in events:
-            self._note(index, rank, event)
             counters.tokens_generated += (event.token is not None) + len(event.others)
         return events
 
-    def _note(self, index: int, rank: _Rank, event: Event) -> None:
+    def _note(self, index: int, rank: _Rank, event: Event) -> Event:
         for group in (rank.running, rank.leaving):
             for seat, sequence in group.items():
                 if sequence.key == event.key:
-                    self._take(rank, seat, sequence, event)
-                    return
+                    told = advanced(sequence, event)
+                    if told is not event and not event.ended:
+                        # The rank does not know that the grammar ended this output: its end comes with the next step.
+                        rank.aborts.append(event.key)
+                        self._keep_running(sequence, told)
+                        return told
+                    self._take(rank, seat, sequence, told)
+                    return told
         raise ValueError(f"rank {index}, step {self._number}: news of {event.key}, which does not run there")
+
+    def _keep_running(self, sequence: Running, event: Event) -> None:
+        sequence.last, sequence.constraint = event.token, None
 
     def _take(self, rank: _Rank, seat: int, sequence: Running, event: Event) -> None:
         if event.token is not None:
@@ -172,11 +184,18 @@ def _plain(rank: _Rank, seat: int, id: int) -> Event:
     return Event(sequence.key, Token(id, sequence.next_index), False, len(sequence.prompt))
 
 
+def _mask(sequence: Running, tokens: int) -> Mask | None:
+    """Of a row that draws a token; a chunk inside a prompt draws none."""
+    left = len(sequence.prompt) - sequence.computed
+    return mask_of(sequence) if left <= tokens else None
+
+
 def start_of(sequence: Running) -> Start:
     s = sequence
     return Start(
-        s.key, s.seat, s.blocks, s.prompt, s.sampling, s.seed, s.prefill_only, s.priority, s.choices, s.computed, s.last
-    )
+        s.key, s.seat, s.blocks, s.prompt, s.sampling, s.seed, s.prefill_only, s.priority, s.choices, s.computed,
+        s.last, s.constraint is not None,
+    )  # fmt: skip
 
 
 def running_of(start: Start) -> Running:

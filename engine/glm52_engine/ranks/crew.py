@@ -21,6 +21,7 @@ from glm52_engine.ranks.lane import Lane
 from glm52_engine.ranks.load import HostParts
 from glm52_engine.ranks.messages import Join, RankOrder, RankResult, Shape
 from glm52_engine.ranks.spans import RankSpan
+from glm52_engine.runtime.load import hot_cache
 from glm52_engine.runtime.rank import intra_op_threads
 from glm52_engine.schedule import blocks_for
 
@@ -103,10 +104,10 @@ class Crew:
             return moes[-1]
 
         model = Model(parts.spec, parts.weights.tensors, moe=sharded)
-        limits = parts.measures.limits
+        limits, pool = parts.measures.limits, parts.pools[member.rank - self._members[0].rank]
         executor = ShardedExecutor(
-            model, moes, lane, parts.pools[member.rank - self._members[0].rank], limits=parts.measures.step,
-            seats=limits.seats, blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size),
+            model, moes, lane, pool, limits=parts.measures.step, seats=limits.seats,
+            blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size), hot=hot_cache(parts.measures, pool),
         )  # fmt: skip
         executor.warm_up()
         member.follower = Follower(member.rank, executor, seats=limits.seats, limits=parts.measures.step)

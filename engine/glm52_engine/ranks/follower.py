@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model import Model, Span
+from glm52_engine.model.cache import HotCache
 from glm52_engine.ranks.books import running_of
 from glm52_engine.ranks.experts import ShardedMoe
 from glm52_engine.ranks.lane import Lane
+from glm52_engine.ranks.masks import GivenMask
 from glm52_engine.ranks.messages import Flags, RankOrder, RankResult, Shape
 from glm52_engine.runtime.executor import EagerWork, HostExecutor, check_finite
 from glm52_engine.runtime.rank import Event, Flight, Rank, Running, StepLimits
 from glm52_engine.schedule.plan import Planned
+from glm52_engine.structured import Matcher
 
 
 class OrderError(Exception):
@@ -27,10 +31,12 @@ class ShardedExecutor(HostExecutor):
 
     def __init__(
         self, model: Model, moes: Sequence[ShardedMoe], lane: Lane, pool: Pool, *, limits: StepLimits, seats: int,
-        blocks_per_seat: int,
+        blocks_per_seat: int, hot: HotCache | None = None,
     ) -> None:  # fmt: skip
         """`moes`: those of the model, in the order of its layers."""
-        super().__init__(model, pool, seats=seats, blocks_per_seat=blocks_per_seat, vocab_bound=limits.vocab_bound)
+        super().__init__(
+            model, pool, seats=seats, blocks_per_seat=blocks_per_seat, vocab_bound=limits.vocab_bound, hot=hot
+        )
         self._lane, self._moes = lane, moes
         self._like = torch.empty(0, dtype=getattr(torch, model.spec.dtype))
         self._vocab_size = model.spec.vocab_size
@@ -75,6 +81,7 @@ class Follower(Rank):
         self._sharded = executor
         self._seats = seats
         self._blocks = executor.pool.num_blocks
+        self._masks: dict[int, GivenMask] = {}
         self._done = 0
         self._number = 0
         self._promised: Shape | None = None
@@ -126,7 +133,15 @@ class Follower(Rank):
             strange = [block for block in start.blocks if not 0 <= block < self._blocks]
             self._ensure(not strange, f"{start.key} has blocks {strange[:5]} of {self._blocks}")
             keys.add(start.key)
-            self._begin(running_of(start))
+            self._masks.pop(start.seat, None)
+            sequence = running_of(start)
+            if start.constrained:
+                given = self._masks[start.seat] = GivenMask()
+                sequence.constraint = cast(Matcher, given)
+            self._begin(sequence)
+        for mask in order.masks:
+            self._ensure(mask.seat in self._masks, f"a mask for seat {mask.seat}, which has no grammar")
+            self._masks[mask.seat].give(mask)
         for key in order.aborts:
             self._ensure(key in keys, f"{key} is to end and does not run")
             self._abort(key)
@@ -137,6 +152,9 @@ class Follower(Rank):
             raise OrderError(f"rank {self.index}, step {self._number}: a row for seat {seat}, where nobody runs")
         most = max(1, len(sequence.prompt) - sequence.computed)
         self._ensure(1 <= count <= most, f"{count} rows for {sequence.key}, which has {most}")
+        mask = self._masks.get(seat) if sequence.constraint is not None else None
+        draws = count >= len(sequence.prompt) - sequence.computed
+        self._ensure(mask is None or mask.given or not draws, f"{sequence.key} draws a token without its mask")
         return Planned(seat, count)
 
     def _ensure(self, holds: bool, what: str) -> None:

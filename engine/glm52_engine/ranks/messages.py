@@ -131,7 +131,7 @@ class Joined(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Start(_Message):
-    """A sequence that takes a seat: see `runtime.rank.Running`."""
+    """A sequence that takes a seat: see `runtime.rank.Running`. `constrained`: each of its tokens needs a mask."""
 
     key: str
     seat: int
@@ -144,6 +144,7 @@ class Start(_Message):
     choices: int
     computed: int
     last: Token | None
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,24 @@ class Shape(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Mask(_Message):
+    """What a grammar lets come next in the sequence of a seat: a bit for each token id in base64, lowest bit first;
+    `ended`: nothing but the end."""
+
+    seat: int
+    bits: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RankOrder(_Message):
-    """One rank's part of a step: sequences that begin, keys that end, then (seat, tokens) of the rows to compute."""
+    """One rank's part of a step: sequences that begin, keys that end, then (seat, tokens) of the rows to compute, and
+    the masks of those among them that draw a token under a grammar."""
 
     starts: tuple[Start, ...] = ()
     aborts: tuple[str, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
+    masks: tuple[Mask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

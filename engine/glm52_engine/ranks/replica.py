@@ -19,7 +19,7 @@ from glm52_engine.ranks.spans import RankHost
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.rank import Counters, Event, Running
 from glm52_engine.runtime.record import Record
-from glm52_engine.runtime.types import Blocks, KvPool, Prefilled, Request, RequestError
+from glm52_engine.runtime.types import KvPool
 from glm52_engine.schedule import Admission
 from glm52_engine.sizing import startup_budget_seconds
 from glm52_engine.transfer.agent import TransferAgent
@@ -86,14 +86,6 @@ class ReplicaEngine(LocalEngine):
         """For all ranks, from the one that has the leader's own pools."""
         self._coordinator.on_notice = on_notice
         return ReplicaAgent(own, self._coordinator.agents, self._coordinator)
-
-    async def prefill(self, request: Request) -> Prefilled:
-        _check_free(request)
-        return await super().prefill(request)
-
-    async def reserve(self, request: Request) -> Blocks:
-        _check_free(request)
-        return await super().reserve(request)
 
     def stop(self) -> None:
         self._coordinator.stop()
@@ -170,11 +162,3 @@ def check_supported(config: EngineConfig, role: Role) -> None:
         )
     if config.role(role).hi_sparse is not None:
         raise ConfigError("hi_sparse: a replica of several hosts cannot have it so far; leave it out")
-
-
-def _check_free(request: Request) -> None:
-    if request.constraint is not None:
-        raise RequestError(
-            "structured outputs and forced tool calls are not supported by a replica of several hosts: "
-            "there are no grammars on its ranks"
-        )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm52_engine.config import DrainConfig, EngineConfig, ModelConfig, RoleConfig, Termination
+from glm52_engine.config import DrainConfig, EngineConfig, HiSparseConfig, ModelConfig, RoleConfig, Termination
 from glm52_engine.lifecycle.start import bind
 from glm52_engine.local import die_with_parent
 
@@ -153,7 +153,8 @@ def write_config(path: Path, checkpoint: Path, ranks: int = 1) -> Path:
     config = EngineConfig(
         model=ModelConfig(name="m", path=str(checkpoint), max_model_len=256, weights_gib=1),
         prefill=role,
-        decode=role,
+        # The ranks of a replica read through hot buffers: who is in lock-step must not depend on what it finds there.
+        decode=role.model_copy(update={"hi_sparse": HiSparseConfig()}),
         drain=DrainConfig(window_seconds=10),
         block_size=BLOCK,
     )

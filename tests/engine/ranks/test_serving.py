@@ -4,6 +4,7 @@ neither the leader of prefill nor that of decode has itself."""
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import signal
 import time
@@ -139,14 +140,31 @@ def test_kv_is_held_and_read_where_the_rank_is(deployment: Deployment, client: o
     assert answer.usage.completion_tokens == TOKENS
 
 
-def test_grammars_are_refused_and_not_ignored(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="not supported by a replica of several hosts"):
-        client.chat.completions.create(
+def test_structured_outputs_fit_on_every_rank(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"row": {"enum": ["first", "second"]}, "count": {"type": "integer"}},
+        "required": ["row", "count"],
+        "additionalProperties": False,
+    }
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+    def asked(number: int) -> str:
+        answer = client.chat.completions.create(
             model="m",
-            messages=[{"role": "user", "content": "x"}],
-            max_tokens=4,
-            response_format={"type": "json_object"},
+            messages=[{"role": "user", "content": "row" * (1 + number)}],
+            max_tokens=60,
+            temperature=0,
+            response_format=shape,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
         )
+        return answer.choices[0].message.content or ""
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(asked, range(4)))
+    for number, text in enumerate(together):
+        assert re.match(r'\s*\{\s*"row"\s*:\s*"(first|second)"\s*,\s*"count"\s*:\s*-?\d', text), text
+        assert asked(number) == text
 
 
 def test_a_drained_leader_ends_its_hosts_cleanly(deployment: Deployment) -> None:

@@ -18,3 +18,11 @@ pinned=$(sed -n 's/^\(uv==[^ ;]*\).*/\1/p' requirements/dev.lock)
 [ -x .venv/bin/uv ] || .venv/bin/python -m pip install -q --disable-pip-version-check "$pinned"
 .venv/bin/uv pip sync -q --python .venv/bin/python requirements/dev.lock
 .venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e engine -e operator
+# What Mooncake's programs, the store of prefixes, are linked with; everything else runs without.
+.venv/bin/python -c 'import mooncake.store' 2>/dev/null || {
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libibverbs1 libnuma1 libcurl4 >/dev/null
+  else
+    echo "the prefix store's tests need libibverbs1, libnuma1 and libcurl4; install them" >&2
+  fi
+}

@@ -15,7 +15,8 @@ from e2e.cluster.shell import follow, ok, run
 
 # bookworm on purpose: its systemd 252 still runs on cgroup v1, and its Python is 3.11, like the images'.
 SUITE = "bookworm"
-BASE_PACKAGES = ("ca-certificates", "python3")
+# The libraries are what Mooncake's programs are linked with.
+BASE_PACKAGES = ("ca-certificates", "libcurl4", "libibverbs1", "libnuma1", "python3")
 NODE_PACKAGES = (
     "ca-certificates", "conntrack", "dbus", "ethtool", "hostname", "iproute2", "iptables", "kmod", "mount", "nftables",
     "procps", "runc", "socat", "systemd", "systemd-sysv",

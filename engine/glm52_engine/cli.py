@@ -1,4 +1,7 @@
-"""`glm52-engine`: serve, rank-host, router, drain, make-checkpoint, local. Each command imports only what it needs."""
+"""`glm52-engine`: serve, rank-host, router, store-master, drain, make-checkpoint, local.
+
+Each command imports only what it needs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from glm52_engine.config import (
     API_PORT,
     CONFIG_PATH,
     INTERNAL_TOKEN_PATH,
+    STORE_HEALTH_PORT,
+    STORE_PORT,
     Accelerator,
     ConfigError,
     KvCacheDtype,
@@ -50,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_rank_host(commands)
     _add_router(commands)
+    _add_store_master(commands)
     _add_drain(commands)
     _add_make(commands)
     _add_local(commands)
@@ -104,6 +110,14 @@ def _add_rank_host(commands: Any) -> None:
     command.add_argument("--hosts", type=_count, required=True, help="pods of the replica, the leader included")
     command.add_argument("--host-index", type=_count, required=True, help="which of them this one is; the leader is 0")
     command.set_defaults(run=_rank_host)
+
+
+def _add_store_master(commands: Any) -> None:
+    command = commands.add_parser("store-master", help="what keeps the places of all KV in the store of prefixes")
+    command.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
+    command.add_argument("--port", type=_port, default=STORE_PORT, help="port to listen on (%(default)s)")
+    command.add_argument("--health-port", type=_port, default=STORE_HEALTH_PORT, help="for GET /health (%(default)s)")
+    command.set_defaults(run=_store_master)
 
 
 def _add_router(commands: Any) -> None:
@@ -191,6 +205,12 @@ def _rank_host_address(text: str) -> str:
         return RankHost.parse(text, ranks=1).name
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _store_master(args: argparse.Namespace) -> int:
+    from glm52_engine.offload.master import become_master
+
+    become_master(args.host, args.port, args.health_port)
 
 
 def _serve(args: argparse.Namespace) -> int:

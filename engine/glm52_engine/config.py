@@ -16,6 +16,11 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 API_PORT = 8000
 """TCP port of the HTTP server of every engine and router pod."""
 
+STORE_PORT = 50051
+STORE_HEALTH_PORT = 9003
+STORE_HEALTHZ = "/health"
+"""Of the master of the store of prefixes: Mooncake's own ports and path."""
+
 CONFIG_PATH = "/etc/glm52/config/config.json"
 INTERNAL_TOKEN_PATH = "/etc/glm52/internal/token"
 TERMINATION_LOG_PATH = "/dev/termination-log"
@@ -73,6 +78,15 @@ class HiSparseConfig(_Strict):
     )
 
 
+class StoreConfig(_Strict):
+    """The store of prefixes that the pods of some roles keep together."""
+
+    master: str = Field(pattern=r"^[^\s:]+:[0-9]{1,5}$", description="HOST:PORT of the Mooncake master.")
+    store_gib: Annotated[int, Field(ge=1, le=65536, strict=True)] = Field(
+        description="Host memory that one pod gives to the store, GiB."
+    )
+
+
 class RoleConfig(_Strict):
     """Size of one pod of one role."""
 
@@ -98,6 +112,7 @@ class RoleConfig(_Strict):
     hi_sparse: HiSparseConfig | None = Field(
         default=None, description="Absent: whole contexts lie where attention reads them. For decode only."
     )
+    store: StoreConfig | None = Field(default=None, description="Absent: prefixes are shared within a pod only.")
 
 
 class DrainConfig(_Strict):
@@ -153,6 +168,13 @@ class EngineConfig(_Strict):
     def _without_hot_buffers(cls, role: RoleConfig | None) -> RoleConfig | None:
         if role is not None and role.hi_sparse is not None:
             raise ValueError("hi_sparse is for decode: every row of a prompt selects other tokens")
+        return role
+
+    @field_validator("decode")
+    @classmethod
+    def _without_store(cls, role: RoleConfig | None) -> RoleConfig | None:
+        if role is not None and role.store is not None:
+            raise ValueError("store is for prefill: decode computes no prompt, so that it could share none")
         return role
 
     def role(self, role: Role) -> RoleConfig:

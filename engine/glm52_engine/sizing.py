@@ -25,6 +25,13 @@ GPU_OVERHEAD = 1 * GIB
 """Per rank on a GPU: the driver's memory on the host, compiled kernels, pinned buffers. A whole process with one rank
 on an H200 took 1.27 GiB beside its pool."""
 
+STORE_OVERHEAD = 512 * MIB
+"""Where a pod takes part in the store of prefixes: the client's process, 80 MiB with its library, and two stages of
+64 MiB; the rest is for the books that it keeps of its part of the store."""
+
+STORE_MASTER_MEMORY = 512 * MIB
+"""Of the store's master: it keeps names and places, no blocks. 60 MiB when empty."""
+
 ROUTER_MEMORY = 512 * MIB
 """Of a router pod."""
 
@@ -56,6 +63,7 @@ class HostMemory:
 
     ranks: int
     host_pool: int
+    store: int
     weights: int
     shared_memory: int
     overhead: int
@@ -66,13 +74,14 @@ class HostMemory:
 
     @property
     def per_host(self) -> int:
-        return self.host_pools + self.weights + self.shared_memory + self.overhead
+        return self.host_pools + self.store + self.weights + self.shared_memory + self.overhead
 
     def explain(self) -> str:
         """The sum written out, the same text in a condition and in the preflight's refusal."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        store = f" + {gib(self.store)} store" if self.store else ""
         return (
-            f"{gib(self.per_host)} = {ranks} × {gib(self.host_pool)} host pool"
+            f"{gib(self.per_host)} = {ranks} × {gib(self.host_pool)} host pool{store}"
             f" + {gib(self.weights)} weights + {gib(self.shared_memory)} shared memory + {gib(self.overhead)} overhead"
         )
 
@@ -83,17 +92,19 @@ def gib(size: int) -> str:
 
 
 def host_memory(role: RoleConfig, *, weights_gib: int, accelerator: Accelerator) -> HostMemory:
-    """Memory request = limit of one pod: ranks × host pool + weights + shared memory + overhead.
+    """Memory request = limit of one pod: ranks × host pool + store + weights + shared memory + overhead.
 
     On GPUs the weights are not in host memory: they pass through one small buffer.
     """
     cpu = accelerator == "cpu"
+    own = RANK_OVERHEAD if cpu else RANK_OVERHEAD + GPU_OVERHEAD
     return HostMemory(
         ranks=role.ranks_per_host,
         host_pool=role.host_pool_gib * GIB,
+        store=role.store.store_gib * GIB if role.store else 0,
         weights=weights_gib * GIB if cpu else 0,
         shared_memory=SHARED_MEMORY,
-        overhead=PROCESS_OVERHEAD + role.ranks_per_host * (RANK_OVERHEAD if cpu else RANK_OVERHEAD + GPU_OVERHEAD),
+        overhead=PROCESS_OVERHEAD + role.ranks_per_host * own + (STORE_OVERHEAD if role.store else 0),
     )
 
 

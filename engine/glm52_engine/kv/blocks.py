@@ -80,6 +80,21 @@ class BlockAllocator:
         self._owned[owner] = blocks = (*found, *fresh)
         return Allocation(blocks, len(found))
 
+    def known(self, prefix: Sequence[bytes]) -> int:
+        """How many leading blocks of a prefix somebody has computed and not yet evicted."""
+        return len(self._prefixes.find(prefix))
+
+    def share(self, owner: str, blocks: Sequence[int]) -> None:
+        """Hold blocks that are held already, for an owner that has none: they stay as they are until it frees them."""
+        if owner in self._owned:
+            raise BlockError(f"{owner} already owns {len(self._owned[owner])} blocks")
+        strangers = [block for block in blocks if not self._holders[block]]
+        if strangers:
+            raise BlockError(f"{owner} shares blocks {strangers}, which nobody holds")
+        for block in blocks:
+            self._holders[block] += 1
+        self._owned[owner] = tuple(blocks)
+
     def publish(self, owner: str, keys: Sequence[bytes]) -> None:
         """The KV of the owner's first `len(keys)` blocks is computed and complete: others may share it from now on."""
         blocks = self._owned.get(owner, ())

@@ -7,6 +7,7 @@ and nothing is freed before the rank that used it has said that it is done.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import secrets
@@ -23,6 +24,8 @@ from glm52_engine.runtime.load import load_parts
 from glm52_engine.runtime.rank import AnyRank, Event, Rank, Running, StepLimits
 from glm52_engine.runtime.record import EngineStopped, Record
 from glm52_engine.runtime.requests import check_request
+from glm52_engine.runtime.sharing import Sharing
+from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.stream import TokenStream
 from glm52_engine.runtime.types import (
     Blocks,
@@ -35,7 +38,7 @@ from glm52_engine.runtime.types import (
     Stats,
     Token,
 )
-from glm52_engine.schedule import Admission, Departures, Grant, Limits, blocks_for
+from glm52_engine.schedule import Admission, Departures, Limits, blocks_for
 
 RETRY_SECONDS = 5
 MOST_RETRY_SECONDS = 60
@@ -72,6 +75,7 @@ class LocalEngine:
         self._departures = Departures()
         self._prefix_cache = prefix_cache
         self._prefix_queries = self._prefix_hits = 0
+        self._sharing: Sharing | None = None
         self._records: dict[str, Record] = {}
         self._by_key: dict[str, Record] = {}
         self._keys = itertools.count()
@@ -141,7 +145,8 @@ class LocalEngine:
 
     async def prefill(self, request: Request) -> Prefilled:
         keys = await _aside(request, lambda: self._checked(request))
-        record = self._submit(request, prefill=True, stored_tokens=len(request.prompt), prefix=keys)
+        stored = 0 if self._sharing is None else await self._sharing.find(self._usable(request, keys))
+        record = self._submit(request, prefill=True, stored_tokens=len(request.prompt), prefix=keys, stored=stored)
         result = await self._outcome(record)
         assert isinstance(result, Prefilled)
         return result
@@ -190,6 +195,7 @@ class LocalEngine:
             blocks_cached=self._admission.blocks_cached,
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
+            store=None if self._sharing is None else self._sharing.store.counters,
         )
 
     def check_integrity(self) -> None:
@@ -203,8 +209,9 @@ class LocalEngine:
             if have != self._admission.blocks_of(key):
                 raise BlockError(f"{key}: {record.state} with blocks {have}, booked {self._admission.blocks_of(key)}")
         placed = sum(record.grant is not None for record in self._by_key.values())
-        if placed != self._admission.placed:
-            raise BlockError(f"{placed} requests have blocks, {self._admission.placed} are placed")
+        saving = 0 if self._sharing is None else self._sharing.saving
+        if placed + saving != self._admission.placed:
+            raise BlockError(f"{placed} have blocks and {saving} are saved, {self._admission.placed} are placed")
         strangers = [r.key for r in self._records.values() if self._by_key.get(r.key) is not r or r.closing]
         if strangers:
             raise BlockError(f"{strangers} have ended and are still known by their ids")
@@ -225,12 +232,19 @@ class LocalEngine:
         self._close(record)
         return True
 
+    def use_store(self, store: BlockStore) -> None:
+        """Before `start`: prefixes come from there too, and go there. The engine closes it when it stops."""
+        self._sharing = Sharing(store, self._admission, self.pools, self._admit)
+
     def start(self) -> None:
         for rank in self._ranks:
             rank.start()
 
     def stop(self) -> None:
         self._stopped = True
+        if self._sharing is not None:
+            # It reads and writes the pools.
+            self._sharing.store.close()
         for rank in self._ranks:
             rank.stop()
         self.pools = []
@@ -247,7 +261,19 @@ class LocalEngine:
         salt = json.dumps([self.layout, request.cache_salt], sort_keys=True).encode()
         return prefix_keys(request.prompt, self._limits.block_size, salt)
 
-    def _submit(self, request: Request, *, prefill: bool, stored_tokens: int, prefix: tuple[bytes, ...] = ()) -> Record:
+    def _usable(self, request: Request, prefix: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The last token is always computed: its logits choose the first one of the output."""
+        return prefix[: (len(request.prompt) - 1) // self._limits.block_size]
+
+    def _submit(
+        self,
+        request: Request,
+        *,
+        prefill: bool,
+        stored_tokens: int,
+        prefix: tuple[bytes, ...] = (),
+        stored: int = 0,
+    ) -> Record:
         if self._stopped or self.failure() is not None:
             raise EngineStopped("the engine takes no requests any more") from self.failure()
         if request.id in self._records:
@@ -256,11 +282,10 @@ class LocalEngine:
             raise self._busy()
         self._loop = asyncio.get_running_loop()
         key = f"{request.id}#{next(self._keys)}"
-        record = Record(key, request, prefill, self._loop.create_future(), time.monotonic(), prefix)
+        record = Record(key, request, prefill, self._loop.create_future(), time.monotonic(), prefix, stored=stored)
         blocks = blocks_for(stored_tokens, self._limits.block_size)
         self._records[request.id] = self._by_key[record.key] = record
-        # The last token is always computed: its logits choose the first one of the output.
-        known = prefix[: (len(request.prompt) - 1) // self._limits.block_size]
+        known = self._usable(request, prefix)
         work = blocks if prefill else 0
         self._admission.submit(record.key, blocks, priority=request.priority, prefix=known, work=work)
         self._admit()
@@ -291,16 +316,40 @@ class LocalEngine:
             record = self._by_key[grant.key]
             record.grant, record.seated = grant, now
             if record.prefill:
-                record.state = "computing"
                 self._prefix_queries += len(record.request.prompt) if self._prefix_cache else 0
-                self._prefix_hits += self._cached_tokens(grant)
-                self._start(record, computed=self._cached_tokens(grant), last=None)
+                if self._sharing is not None and record.stored > grant.cached:
+                    # The seat is kept meanwhile: what comes in is wanted for this request's first step.
+                    record.state = "fetching"
+                    self._sharing.fetch(record, functools.partial(self._fetched, record))
+                else:
+                    self._compute(record)
             else:
                 record.state = "held"
                 record.resolve(record.blocks)
 
-    def _cached_tokens(self, grant: Grant) -> int:
-        return grant.cached * self._limits.block_size
+    def _fetched(self, record: Record, count: int) -> None:
+        """Nothing but the rank touches the blocks any more."""
+        if self._by_key.get(record.key) is not record:
+            return
+        if record.closing:
+            self._forget(record)
+            self._admit()
+            return
+        record.fetched = count
+        self._compute(record)
+        # Behind the start: the rank brings what arrived to its device before it begins any other sequence.
+        self._publish(record, self._cached_tokens(record))
+
+    def _compute(self, record: Record) -> None:
+        record.state = "computing"
+        cached = self._cached_tokens(record)
+        self._prefix_hits += cached
+        self._start(record, computed=cached, last=None)
+
+    def _cached_tokens(self, record: Record) -> int:
+        """Leading tokens of the prompt whose KV was found, in the pool or in the store."""
+        assert record.grant is not None
+        return (record.grant.cached + record.fetched) * self._limits.block_size
 
     def _start(self, record: Record, *, computed: int, last: Token | None) -> None:
         grant, request = record.grant, record.request
@@ -318,6 +367,7 @@ class LocalEngine:
                 priority=request.priority,
                 choices=request.choices if record.prefill else 1,
                 computed=computed,
+                arrived=computed if record.fetched else 0,
                 last=last,
                 constraint=request.constraint,
             )
@@ -355,14 +405,18 @@ class LocalEngine:
         if token is not None and token.finish == "error":
             # Logits that are no numbers come from KV that is none: cached, it would fail every prompt that begins so.
             self._admission.distrust(record.key)
+            if self._sharing is not None and record.fetched:
+                self._sharing.store.discard(record.prefix)
         else:
             # Also of a prompt that was given up half-way: its client often asks again.
             self._publish(record, event.computed)
+            if self._sharing is not None and record.prefill:
+                # Not before the end: until then a device may not have copied the blocks out.
+                self._sharing.save(record, record.prefix[: event.computed // self._limits.block_size])
         if record.prefill and token is not None and not record.closing:
             record.state = "held"
             self._admission.leave_seat(record.key)
-            assert record.grant is not None
-            cached = self._cached_tokens(record.grant)
+            cached = self._cached_tokens(record)
             record.resolve(
                 Prefilled(
                     token,
@@ -395,6 +449,8 @@ class LocalEngine:
         if record.state in ("computing", "decoding"):
             assert record.grant is not None
             self._ranks[record.grant.rank].abort(record.key)
+        elif record.fetch is not None and record.state == "fetching":
+            record.fetch.cancelled = True
         else:
             self._forget(record)
             self._admit()

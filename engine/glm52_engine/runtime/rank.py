@@ -34,7 +34,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A request on a rank. `computed`: prompt tokens with KV; `last`: the newest token, not yet in the cache."""
+    """A request on a rank. `computed`: prompt tokens with KV; `last`: the newest token, not yet in the cache.
+
+    `arrived`: where a prompt is computed, tokens at its start that came into the pool from outside, and what is before
+    them. Where one is only continued, all of it did.
+    """
 
     key: str
     seat: int
@@ -49,6 +53,7 @@ class Running:
     last: Token | None = None
     constraint: Matcher | None = None
     ended: bool = False
+    arrived: int = 0
 
     @property
     def next_index(self) -> int:
@@ -250,7 +255,7 @@ class Rank:
 
     def _begin(self, sequence: Running) -> None:
         s, output = sequence, () if sequence.last is None else (sequence.last.id,)
-        self._executor.begin(s.seat, s.blocks, arrived=0 if s.last is None else s.computed)
+        self._executor.begin(s.seat, s.blocks, arrived=s.arrived if s.last is None else s.computed)
         self._sampler.begin(s.seat, s.sampling, s.prompt, output, s.constraint)
         self._running[s.seat] = s
 

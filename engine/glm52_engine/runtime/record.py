@@ -7,11 +7,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Literal
 
+from glm52_engine.runtime.stored import Fetch
 from glm52_engine.runtime.stream import TokenStream
 from glm52_engine.runtime.types import Blocks, Prefilled, Request
 from glm52_engine.schedule import Grant
 
-State = Literal["waiting", "computing", "held", "decoding"]
+State = Literal["waiting", "fetching", "computing", "held", "decoding"]
 
 
 class EngineStopped(RuntimeError):
@@ -20,7 +21,11 @@ class EngineStopped(RuntimeError):
 
 @dataclass(slots=True)
 class Record:
-    """`prefix`: keys of the prompt's full blocks, if any are shared. `came`, `seated`: monotonic seconds."""
+    """`prefix`: keys of the prompt's full blocks, if any are shared. `came`, `seated`: monotonic seconds.
+
+    `stored`: leading blocks that the store had when it was asked; `fetched`: blocks that came from there, behind those
+    that the grant says are cached.
+    """
 
     key: str
     request: Request
@@ -31,6 +36,9 @@ class Record:
     seated: float = 0.0
     state: State = "waiting"
     grant: Grant | None = None
+    stored: int = 0
+    fetched: int = 0
+    fetch: Fetch | None = None
     closing: bool = False
     stream_ref: weakref.ref[TokenStream] | None = None
 

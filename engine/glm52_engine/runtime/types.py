@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from glm52_engine.runtime.stored import StoreCounters
 from glm52_engine.structured import Matcher
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -138,6 +139,8 @@ class Stats:
     blocks_cached: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    store: StoreCounters | None = None
+    """Of the store of prefixes, where this pod takes part in one."""
 
 
 class EngineBusy(Exception):

@@ -152,6 +152,16 @@ class Admission:
         self._ranks[self._place[key]].allocator.publish(key, prefix)
         self._changed = True
 
+    def known(self, prefix: Sequence[bytes]) -> int:
+        """Most leading blocks of a prefix that one rank has."""
+        return max(rank.allocator.known(prefix) for rank in self._ranks)
+
+    def share(self, key: str, of: str, blocks: Sequence[int]) -> None:
+        """Hold some blocks of a placed request under a key of its own, without a seat, until `finish`."""
+        place = self._place[of]
+        self._ranks[place].allocator.share(key, blocks)
+        self._place[key] = place
+
     def distrust(self, key: str) -> None:
         """The request came to no good: prompts that begin like it are computed anew."""
         self._ranks[self._place[key]].allocator.distrust(key)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from glm52_engine.config import EngineConfig, Role
+from glm52_engine.config import ConfigError, EngineConfig, Role, StoreConfig
 from glm52_engine.runtime.types import Engine
 from glm52_engine.tokenizer import Tokenizer
 from glm52_engine.transfer.agent import KvAgent, TransferAgent
+
+if TYPE_CHECKING:
+    from glm52_engine.offload.store import PrefixStore
+    from glm52_engine.runtime.engine import LocalEngine
 
 
 def load_engine(
@@ -30,13 +36,15 @@ def load_engine(
     from glm52_engine.runtime.record import EngineStopped
 
     if rank_hosts:
+        if config.role(role).store is not None:
+            raise ConfigError("store: a replica of several hosts cannot take part in it so far; leave it out")
         from glm52_engine.ranks.replica import load_replica
         from glm52_engine.ranks.spans import RankHost
 
         ranks = config.role(role).ranks_per_host
         hosts = [RankHost.parse(text, ranks) for text in rank_hosts]
         return load_replica(config, role, hosts, token_file=token_file, say=on_phase), tokenizer, EngineStopped
-    engine: Engine = LocalEngine.load(
+    engine = LocalEngine.load(
         Path(config.model.path),
         config.role(role),
         max_model_len=config.model.max_model_len,
@@ -45,8 +53,26 @@ def load_engine(
         on_phase=on_phase,
         accelerator=config.accelerator,
     )
+    store = config.role(role).store
+    if store is not None:
+        engine.use_store(_started(store, engine))
     engine.start()
     return engine, tokenizer, EngineStopped
+
+
+def _started(config: StoreConfig, engine: LocalEngine) -> PrefixStore:
+    from glm52_engine.offload.store import PrefixStore
+
+    pool = engine.pools[0]
+    store = PrefixStore(
+        config,
+        engine.layout,
+        block_bytes=pool.block_bytes,
+        pool_blocks=pool.num_blocks,
+        host=os.environ.get("POD_IP") or "127.0.0.1",
+    )
+    store.start()
+    return store
 
 
 def agent_for(engine: Engine, own: TransferAgent, on_notice: Callable[[bytes], None]) -> KvAgent:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from glm52_engine.runtime.stored import StoreCounters
 from glm52_engine.runtime.types import Stats
 from glm52_engine.transfer.hold import TransferCounters
 
@@ -79,6 +80,24 @@ class _Snapshot(Collector):
                 stats.prompt_tokens_computed,
             ),
             "glm52_steps": ("Steps of the step loop", stats.steps),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        if stats.store is not None:
+            yield from self._store(stats.store)
+
+    def _store(self, store: StoreCounters) -> Iterator[Metric]:
+        up = GaugeMetricFamily("glm52_store_up", "Whether the store of prefixes answers", labels=["model_name"])
+        up.add_metric([self._model], float(store.up))
+        yield up
+        counters = {
+            "glm52_store_blocks_saved": ("KV blocks put into the store", store.blocks_saved),
+            "glm52_store_blocks_dropped": ("KV blocks that the store did not get", store.blocks_dropped),
+            "glm52_store_blocks_fetched": ("KV blocks that came from the store", store.blocks_fetched),
+            "glm52_store_fetches_failed": ("Prompts that got less than was there", store.fetches_failed),
+            "glm52_store_lookups_failed": ("Prompts for which the store did not answer", store.lookups_failed),
         }
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(name, text, labels=["model_name"])

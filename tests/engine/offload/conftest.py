@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from glm52_engine.offload.master import master_command
+from tests.engine.runtime.support import Maker
+
+DEADLINE = 60.0
+
+
+class Master:
+    """A real master on loopback, on the same port in each of its lives."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._ports = free_ports(2)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._ports[0]}"
+
+    def start(self) -> None:
+        command = master_command("127.0.0.1", *self._ports)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + DEADLINE
+        while not self._healthy():
+            assert self._process.poll() is None, f"the master ended: {self._log.read_text()[-2000:]}"
+            assert time.monotonic() < deadline, "the master does not answer"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._ports[1]}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+@pytest.fixture(scope="session")
+def _master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    master = Master(tmp_path_factory.mktemp("store") / "master.log")
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def master(_master: Master) -> Master:
+    """Runs, also where a test before has killed it."""
+    if not _master._healthy():
+        _master.kill()
+        _master.start()
+    return _master
+
+
+@pytest.fixture(scope="session")
+def maker(tiny_checkpoint: Path) -> Maker:
+    return Maker(tiny_checkpoint)

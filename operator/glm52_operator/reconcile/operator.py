@@ -114,6 +114,10 @@ class Operator:
             stop_flag=self.stop,
         )
         self._take_signals()
+        # What was deleted between the first list and kopf's own is in neither, and no event will ever tell of it.
+        for kind in WATCHED:
+            again = self._list_again(kind, watch.FIRST_LIST_SECONDS)
+            self._listing[kind] = self._spawn(again, f"list-{kind.plural}")
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not self.stop.is_set():
             names = ", ".join(task.get_name() for task in done)
@@ -153,8 +157,8 @@ class Operator:
             self.metrics.watch_restarts.labels(kind.kind).inc()
             self._listing[kind] = self._spawn(self._list_again(kind), f"list-{kind.plural}")
 
-    async def _list_again(self, kind: Kind) -> None:
-        await asyncio.sleep(RELIST_SECONDS)
+    async def _list_again(self, kind: Kind, seconds: float = RELIST_SECONDS) -> None:
+        await asyncio.sleep(seconds)
         del self._listing[kind]
         try:
             concerned = await self._list(kind)

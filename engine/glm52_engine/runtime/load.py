@@ -138,18 +138,20 @@ def _on_host(
             seats=limits.seats,
             blocks_per_seat=seat,
             vocab_bound=step.vocab_bound,
-            hot=None if measures.hot_rows is None else _hot_cache(measures, pool, measures.hot_rows),
+            hot=hot_cache(measures, pool),
         )
         for pool in pools
     ]
     return executors, kv_contract(kv, weights)
 
 
-def _hot_cache(measures: Measures, pool: Pool, rows: int) -> HotCache:
-    spec = measures.spec
-    return HotCache(
-        measures.kv, pool, spec.indexer_types, top_k=spec.index_topk, seats=measures.limits.seats, rows=rows
-    )
+def hot_cache(measures: Measures, pool: Pool) -> HotCache | None:
+    """What a rank on the CPU decodes through; None without HiSparse."""
+    spec, rows = measures.spec, measures.hot_rows
+    if rows is None:
+        return None
+    seats = measures.limits.seats
+    return HotCache(measures.kv, pool, spec.indexer_types, top_k=spec.index_topk, seats=seats, rows=rows)
 
 
 def _on_gpus(

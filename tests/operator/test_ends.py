@@ -14,8 +14,9 @@ from glm52_operator.plan.escalation import Crash, CrashPolicy, Series
 from glm52_operator.plan.restarts import Members, Restart, SetHold, actions
 from glm52_operator.reconcile.kinds import POD
 from glm52_operator.reconcile.reconciler import Result
+from glm52_operator.status.ends import replica_of, replicas
 from tests.operator import world as module
-from tests.operator.builders import pod
+from tests.operator.builders import pod, target
 from tests.operator.conftest import FakeClock
 from tests.operator.ends import (
     BACKING_OFF,
@@ -149,7 +150,7 @@ async def test_routers_that_crash_are_told_and_never_held(world: World) -> None:
         made = with_container("chat-router-0", BACKING_OFF, crashed(when), role="router")
         put(world, made)
         await world.run()
-    assert "chat-router" in conditions(world)["Degraded"]["message"]
+    assert "not started any more, but for routers: chat-router." in conditions(world)["Degraded"]["message"]
     assert not [write for write in world.api.writes if write[1] == "Pod"]
 
 
@@ -257,6 +258,21 @@ def test_the_hosts_of_a_replica_that_crashed_begin_anew_together_once_it_may_sta
     assert [a.pod for a in actions([fallen(-5)], {"chat-decode-0": Members(4, mixed)}, RULES, NOW)] == ["chat-decode-0"]
     well = [host(n, -500, ready=True) for n in range(4)]
     assert actions([fallen(-5)], {"chat-decode-0": Members(4, well)}, RULES, NOW) == []
+
+
+def test_pods_are_counted_by_the_replica_that_they_are_hosts_of() -> None:
+    made = target(decode={"replicas": 2, "hostsPerReplica": 2})
+    names_ = [f"chat-decode-{number}" for number in range(5)]
+    hosts = [pod(name) for name in names_]
+    assert [replica_of(each, made) for each in hosts] == [names_[number] for number in (0, 0, 2, 2, 4)]
+    assert replica_of(pod("chat-router-x", role="router"), made) == "chat-router"
+    found = replicas(made, {"decode": hosts})
+    # What a smaller number of replicas has no room for is nobody's to restart.
+    assert {leader: len(members.pods) for leader, members in found.items()} == {
+        "chat-prefill-0": 0,
+        "chat-decode-0": 2,
+        "chat-decode-2": 2,
+    }
 
 
 def test_one_host_alone_is_its_kubelets_to_restart() -> None:

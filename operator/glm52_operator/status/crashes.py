@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -88,12 +87,15 @@ def degraded(found: Sequence[Series], evidence: Sequence[Mapping[str, Any]], pol
         return None
     names = ", ".join(series.replica for series in latched)
     limit = f"{policy.max_restarts} times within {policy.reset.total_seconds():.0f} s"
+    # The name of an engine replica is a pod's, and ends with its number.
+    held = [series for series in latched if series.replica.rpartition("-")[2].isdigit()]
+    done = "not started any more" if held == latched else "not started any more, but for routers"
     return Verdict(
         True,
         "CrashLoop",
-        f"Crashed {limit} and not started any more: {names}. {_last(evidence, latched)}The other replicas are not "
-        "concerned. Look at status.crashes, correct the cause, and change the specification to have it tried again: "
-        "the correction itself, or spec.restart.",
+        f"Crashed {limit} and {done}: {names}. {_last(evidence, latched)}The other replicas are not concerned. Look at "
+        "status.crashes, correct the cause, and change the specification to have it tried again: the correction "
+        "itself, or spec.restart.",
     )
 
 
@@ -107,9 +109,3 @@ def _last(evidence: Sequence[Mapping[str, Any]], latched: Sequence[Series]) -> s
     told = str(entry["message"])
     told = told if len(told) <= SHOWN else f"{told[: SHOWN - 1]}…"
     return f"The last one, {entry['time']}, {where} ({entry['reason']}{code}): {told}. "
-
-
-def next_look(found: Iterable[Series], policy: CrashPolicy, now: datetime.datetime) -> float | None:
-    """Seconds until the first replica may start again; None when none waits."""
-    waits = [(until - now).total_seconds() for series in found if (until := series.held_until(policy)) is not None]
-    return min((seconds for seconds in waits if seconds > 0), default=None)

@@ -128,3 +128,26 @@ def test_each_crash_is_told_once_however_often_the_operator_dies(
     assert told == {str(number) for number in range(1, 6)}
     assert sum(entry["count"] for entry in status(space)["restarts"]) == 5
     space.until_ready("chat")
+
+
+def test_the_hosts_of_a_replica_begin_anew_together_and_those_of_others_stay(
+    space: Space, operator: Process, kubelets: Kubelets
+) -> None:
+    space.apply(deployment("chat", decode={"replicas": 2, "hostsPerReplica": 2}, crashPolicy=POLICY))
+    space.until_ready("chat")
+    before, fallen = uids(space), {"chat-decode-2", "chat-decode-3"}
+    # A host falls, and the other one for it a moment later: one crash of the replica.
+    kubelets.crash(space.name, "chat-decode-3", end(Outcome.CRASHED, "rank 5 failed", "chat-decode-3"), restarts=False)
+    until_crashes(space, 1)
+
+    def anew() -> bool:
+        now = uids(space)
+        return fallen <= now.keys() and all(now[name] != before[name] for name in fallen)
+
+    space.until("both hosts are new", anew, last=lambda: uids(space))
+    space.until_ready("chat")
+    assert {name: uid for name, uid in uids(space).items() if name not in fallen} == {
+        name: uid for name, uid in before.items() if name not in fallen
+    }
+    (entry,) = status(space)["restarts"]
+    assert (entry["replica"], entry["count"]) == ("chat-decode-2", 1)

@@ -53,6 +53,10 @@ def pod(kube: Kubectl, name: str) -> Object:
     return found
 
 
+def is_ready(each: Object) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in each["status"].get("conditions", []))
+
+
 def told(kube: Kubectl, reason: str) -> list[str]:
     """Notes of the events about the deployment that have this reason."""
     events = kube.list("events.events.k8s.io")

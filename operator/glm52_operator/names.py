@@ -21,6 +21,7 @@ MAX_NAME = 40
 the longest suffix of a StatefulSet is `-prefill`, of a Service `-prefill-hosts`: 40 keeps four characters in hand."""
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
+COMPONENT = "app.kubernetes.io/component"
 NAME = f"{GROUP}/name"
 ROLE = f"{GROUP}/role"
 LLMD_ROLE = "llm-d.ai/role"
@@ -52,6 +53,19 @@ def hosts(name: str, role: Role) -> str:
 
 def internal_secret(name: str) -> str:
     return f"{name}-internal"
+
+
+STORE = "store"
+
+
+def store(name: str) -> str:
+    """Master of the store of prefixes, and its Service."""
+    return f"{name}-{STORE}"
+
+
+def store_selector(name: str) -> dict[str, str]:
+    """Its pods carry no role: they serve no requests, and no rollout or drain of a role is about them."""
+    return {MANAGED_BY: MANAGER, NAME: name, COMPONENT: STORE}
 
 
 def selector(name: str, role: Component) -> dict[str, str]:

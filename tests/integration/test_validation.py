@@ -38,6 +38,9 @@ def deployment(changes: dict[str, Any], name: str = "probe") -> Object:
 PVC = {"persistentVolumeClaim": {"claimName": "c"}}
 
 
+STORE = {"roles": ["prefill"], "storeGiB": 4}
+
+
 def on_volume(path: Any = "/models/x", volume: Any = None, **changes: Any) -> dict[str, Any]:
     return {
         "spec.model.preset": REMOVE,
@@ -73,6 +76,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "KV in FP8": {"spec.model.kvCacheDtype": "fp8"},
     "an image": {"spec.image": "registry.internal:5000/a/b@sha256:abc"},
     "a model name with slash": {"spec.model.name": "org/glm-5.2:fp8"},
+    "a store of prefixes": {"spec.kvCacheOffload": STORE},
+    "a store, all said": {"spec.kvCacheOffload": STORE, "spec.prefill": {"prefixCache": True, "hostsPerReplica": 1}},
+    "a store beside decode of several hosts": {"spec.kvCacheOffload": STORE, "spec.decode.hostsPerReplica": 2},
 }
 
 
@@ -155,6 +161,28 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an empty image": ({"spec.image": ""}, ["spec.image"]),
     "an empty model name": ({"spec.model.name": ""}, ["spec.model.name"]),
     "a model name with a space": ({"spec.model.name": "a b"}, ["spec.model.name"]),
+    "a store of no role": (
+        {"spec.kvCacheOffload": {"roles": [], "storeGiB": 1}},
+        ["spec.kvCacheOffload.roles", "at least 1"],
+    ),
+    "a store of decode": (
+        {"spec.kvCacheOffload": {"roles": ["decode"], "storeGiB": 1}},
+        ["spec.kvCacheOffload.roles", "prefill"],
+    ),
+    "a store of one role twice": (
+        {"spec.kvCacheOffload": {"roles": ["prefill", "prefill"], "storeGiB": 1}},
+        ["spec.kvCacheOffload.roles"],
+    ),
+    "a store without a size": ({"spec.kvCacheOffload": {"roles": ["prefill"]}}, ["spec.kvCacheOffload", "equired"]),
+    "an empty store": ({"spec.kvCacheOffload": {**STORE, "storeGiB": 0}}, ["spec.kvCacheOffload.storeGiB"]),
+    "a store for what is not shared": (
+        {"spec.kvCacheOffload": STORE, "spec.prefill.prefixCache": False},
+        ["spec.kvCacheOffload", "needs prefill.prefixCache"],
+    ),
+    "a store of replicas of several hosts": (
+        {"spec.kvCacheOffload": STORE, "spec.prefill.hostsPerReplica": 2},
+        ["spec.kvCacheOffload", "needs prefill.hostsPerReplica 1"],
+    ),
     "text for an object": ({"spec.drain": "60"}, ["spec.drain", "string"]),
 }
 

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_engine.config import EngineConfig
-from glm52_engine.sizing import GIB, ROUTER_MEMORY, grace_period_seconds, host_memory, startup_budget_seconds
+from glm52_engine.sizing import (
+    GIB,
+    ROUTER_MEMORY,
+    STORE_OVERHEAD,
+    grace_period_seconds,
+    host_memory,
+    startup_budget_seconds,
+)
 from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.config import engine_config
@@ -319,3 +326,41 @@ def test_hot_buffers_are_for_decode(asked: dict[str, int], rows: int | None) -> 
     assert config.decode.hi_sparse.device_buffer_size == rows
     assert target(decode={"hiSparse": asked}).role_config("prefill").hi_sparse is None
     assert target().role_config("decode").hi_sparse is None
+
+
+STORE = {"roles": ["prefill"], "storeGiB": 3}
+
+
+def test_a_store_of_prefixes_is_for_the_roles_that_are_named() -> None:
+    asked = target(kvCacheOffload=STORE)
+    config = engine_config(asked, "prefill").prefill
+    assert config is not None
+    assert config.store is not None
+    assert (config.store.master, config.store.store_gib) == ("chat-store.ns.svc:50051", 3)
+    assert engine_config(asked, "decode") == engine_config(target(), "decode")
+    assert asked.memory("decode") == target().memory("decode")
+    assert asked.memory("prefill").per_host - target().memory("prefill").per_host == 3 * GIB + STORE_OVERHEAD
+    assert "+ 3 GiB store" in asked.memory("prefill").explain()
+    assert "store" not in asked.memory("decode").explain()
+    # What decode pods run is what they ran before: turning a store on is no reason to roll them.
+    assert engine("decode", kvCacheOffload=STORE) == engine("decode")
+
+
+def test_the_stores_master_is_a_workload_of_its_own() -> None:
+    more = [(c["kind"], c["metadata"]["name"]) for c in build(target(kvCacheOffload=STORE))]
+    less = [(c["kind"], c["metadata"]["name"]) for c in build(target())]
+    assert set(more) - set(less) == {("Service", "chat-store"), ("Deployment", "chat-store")}
+    deployment = child("Deployment", "chat-store", kvCacheOffload=STORE)["spec"]
+    service = child("Service", "chat-store", kvCacheOffload=STORE)["spec"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert deployment["replicas"] == 1
+    assert deployment["strategy"] == {"type": "Recreate"}
+    assert deployment["selector"]["matchLabels"].items() <= labels.items()
+    assert service["selector"] == deployment["selector"]["matchLabels"]
+    # No rollout, drain, crash count or Service of a role is about it.
+    assert names.ROLE not in labels
+    (container,) = deployment["template"]["spec"]["containers"]
+    assert container["args"] == ["store-master"]
+    assert {port["containerPort"] for port in container["ports"]} >= {service["ports"][0]["port"]}
+    assert [v["name"] for v in deployment["template"]["spec"]["volumes"]] == ["tmp"]
+    assert child("Deployment", "chat-store", kvCacheOffload=STORE, suspend=True)["spec"]["replicas"] == 0

@@ -222,6 +222,24 @@ class RouterService(_Model):
     )
 
 
+class KvCacheOffload(_Model):
+    """A store of prefixes that outlives a pod's own pool and that all pods of its roles share."""
+
+    roles: list[Annotated[Literal["prefill"], Field(description="Role that has a part of the store.")]] = Field(
+        min_length=1,
+        max_length=1,
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+        description="Roles whose pods keep the store and use it; others know nothing of it. Only prefill can: decode "
+        "computes no prompt.",
+    )
+    store_gib: int = Field(
+        alias="storeGiB",
+        ge=1,
+        le=65536,
+        description="Host memory that each pod of these roles gives to the store, GiB; part of its memory request.",
+    )
+
+
 class Router(_Model):
     """The OpenAI-compatible front of the deployment."""
 
@@ -296,6 +314,25 @@ class Rollout(_Model):
 class Spec(_Model):
     """Desired state of a deployment."""
 
+    model_config = _config(
+        **rules(
+            Rule(
+                # An API server checks defaults, empty objects, before it fills in what their fields default to.
+                "!has(self.kvCacheOffload) || !has(self.prefill) || !has(self.prefill.prefixCache)"
+                " || self.prefill.prefixCache",
+                "kvCacheOffload needs prefill.prefixCache: what prompts may not share within a pod is not shared "
+                "between pods either",
+                ".kvCacheOffload",
+            ),
+            Rule(
+                "!has(self.kvCacheOffload) || !has(self.prefill) || !has(self.prefill.hostsPerReplica)"
+                " || self.prefill.hostsPerReplica == 1",
+                "kvCacheOffload needs prefill.hostsPerReplica 1: replicas of several hosts cannot use a store so far",
+                ".kvCacheOffload",
+            ),
+        )
+    )
+
     image: str | None = Field(
         default=None,
         min_length=1,
@@ -313,6 +350,11 @@ class Spec(_Model):
     decode: DecodeSpec = Field(
         default_factory=DecodeSpec,
         description="The role that writes answers; kubectl scale and autoscalers act on its replicas.",
+    )
+    kv_cache_offload: KvCacheOffload | None = Field(
+        default=None,
+        description="Present: prefixes are also kept in a store that the pods of some roles share, in memory that they "
+        "have for it. Absent: each pod finds only what is in its own pools.",
     )
     router: Router = Field(default_factory=Router, description="What takes requests and pairs prefill with decode.")
     drain: Drain = Field(default_factory=Drain, description="How pods are drained before they end.")
@@ -355,6 +397,7 @@ class MemoryStatus(_Model):
 
     per_host: str = Field(description="Memory request and limit of one pod.")
     host_pools: str = Field(description="ranksPerHost times hostPoolGiB.")
+    store: str | None = Field(default=None, description="storeGiB, where the role has a store.")
     weights: str = Field(description="Weights of the model.")
     shared_memory: str = Field(description="/dev/shm of the pod.")
     overhead: str = Field(description="Processes and step buffers.")

@@ -80,6 +80,14 @@ def _path_is_mounted(model: Any) -> bool:
     return mounted and ".." not in (path or "").split("/")
 
 
+def _shares_prefixes(spec: Any) -> bool:
+    return "kvCacheOffload" not in spec or spec.get("prefill", {}).get("prefixCache", True)
+
+
+def _has_one_host(spec: Any) -> bool:
+    return "kvCacheOffload" not in spec or spec.get("prefill", {}).get("hostsPerReplica", 1) == 1
+
+
 TWINS: dict[str, Callable[[Any], bool]] = {
     "has(self.preset) != has(self.path)": lambda model: ("preset" in model) != ("path" in model),
     "has(self.path) == has(self.volume)": lambda model: ("path" in model) == ("volume" in model),
@@ -92,6 +100,10 @@ TWINS: dict[str, Callable[[Any], bool]] = {
     " || self.backoffBaseSeconds <= self.backoffMaxSeconds": lambda policy: (
         policy.get("backoffBaseSeconds", 0) <= policy.get("backoffMaxSeconds", math.inf)
     ),
+    "!has(self.kvCacheOffload) || !has(self.prefill) || !has(self.prefill.prefixCache)"
+    " || self.prefill.prefixCache": _shares_prefixes,
+    "!has(self.kvCacheOffload) || !has(self.prefill) || !has(self.prefill.hostsPerReplica)"
+    " || self.prefill.hostsPerReplica == 1": _has_one_host,
     f"self.metadata.name.size() <= {names.MAX_NAME}": lambda top: len(top["metadata"]["name"]) <= names.MAX_NAME,
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')": lambda top: (
         re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", top["metadata"]["name"]) is not None

@@ -8,6 +8,7 @@ from glm52_operator.desired.budgets import build_budget
 from glm52_operator.desired.engines import build_stateful_set
 from glm52_operator.desired.router import build_router
 from glm52_operator.desired.services import build_hosts_service, build_role_service, build_router_service
+from glm52_operator.desired.store import build_store
 from glm52_operator.desired.target import Object, Target
 
 
@@ -20,6 +21,7 @@ def build(target: Target) -> list[Object]:
         *(build_hosts_service(target, role) for role in names.ROLES),
         *(build_role_service(target, role) for role in names.ROLES),
         build_router_service(target),
+        *build_store(target),
         *(build_stateful_set(target, role) for role in names.ROLES),
         build_router(target),
         *(build_budget(target, component) for component in (*names.ROLES, names.ROUTER)),

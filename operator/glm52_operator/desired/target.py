@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from glm52_engine.config import MODEL_MOUNT, DrainConfig, HiSparseConfig, Role, RoleConfig
+from glm52_engine.config import MODEL_MOUNT, STORE_PORT, DrainConfig, HiSparseConfig, Role, RoleConfig, StoreConfig
 from glm52_engine.sizing import HostMemory, host_memory
 from glm52_operator import names
 from glm52_operator.api.models import DecodeSpec, PrefillSpec, RoleSpec, Spec
@@ -56,11 +56,20 @@ class Target:
             launch_ahead=isinstance(own, DecodeSpec) and own.launch_ahead,
             gpu_memory_percent=own.gpu_memory_percent,
             hi_sparse=_hi_sparse(own),
+            store=self._store(role),
         )
 
     def memory(self, role: Role) -> HostMemory:
         return host_memory(
             self.role_config(role), weights_gib=self.spec.model.weights_gib, accelerator=self.spec.accelerator
+        )
+
+    def _store(self, role: Role) -> StoreConfig | None:
+        asked = self.spec.kv_cache_offload
+        if asked is None or role not in asked.roles:
+            return None
+        return StoreConfig(
+            master=f"{names.store(self.name)}.{self.namespace}.svc:{STORE_PORT}", store_gib=asked.store_gib
         )
 
     @property
@@ -81,7 +90,7 @@ def labels(target: Target, component: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "glm52",
         "app.kubernetes.io/instance": target.name,
-        "app.kubernetes.io/component": component,
+        names.COMPONENT: component,
         "app.kubernetes.io/part-of": "glm52",
         names.MANAGED_BY: names.MANAGER,
         names.NAME: target.name,

@@ -203,6 +203,7 @@ def _role_status(target: Target, role: Role, workload: Workload) -> dict[str, An
         "memory": {
             "perHost": gib(memory.per_host),
             "hostPools": gib(memory.host_pools),
+            **({"store": gib(memory.store)} if memory.store else {}),
             "weights": gib(memory.weights),
             "sharedMemory": gib(memory.shared_memory),
             "overhead": gib(memory.overhead),

@@ -160,5 +160,3 @@ def check_supported(config: EngineConfig, role: Role) -> None:
             f"accelerator: found {config.accelerator}; a replica of several hosts computes on cpu only so far: "
             "set hosts per replica to 1"
         )
-    if config.role(role).hi_sparse is not None:
-        raise ConfigError("hi_sparse: a replica of several hosts cannot have it so far; leave it out")

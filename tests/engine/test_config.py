@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from glm52_engine.config import (
     EXIT_CODES,
     TERMINATION_MESSAGE_LIMIT,
     ConfigError,
+    DrainConfig,
     EngineConfig,
+    ModelConfig,
     Outcome,
+    RoleConfig,
+    StoreConfig,
     Termination,
     read_engine_config,
 )
@@ -110,3 +115,16 @@ def test_every_outcome_has_its_own_exit_code() -> None:
     assert set(EXIT_CODES) == set(Outcome)
     assert len(set(EXIT_CODES.values())) == len(Outcome)
     assert EXIT_CODES[Outcome.DRAINED] == 0
+
+
+def test_a_store_is_for_prefill() -> None:
+    store = StoreConfig(master="chat-store.ns.svc:50051", store_gib=1)
+    role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=1, store=store)
+    model = ModelConfig(name="m", path="/models/x", max_model_len=16, weights_gib=1)
+    drain = DrainConfig(window_seconds=1)
+    assert EngineConfig(model=model, prefill=role, drain=drain).role("prefill").store == store
+    with pytest.raises(ValidationError, match="store is for prefill"):
+        EngineConfig(model=model, decode=role, drain=drain)
+    for wrong in ("chat-store", "chat-store:", ":50051", "a b:1", "a:1:2"):
+        with pytest.raises(ValidationError, match="master"):
+            StoreConfig(master=wrong, store_gib=1)

@@ -1,0 +1,48 @@
+"""A pod's engine as its configuration has it: with a part of the store, or without any trace of one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from glm52_engine.config import ConfigError, DrainConfig, EngineConfig, ModelConfig, RoleConfig, StoreConfig
+from glm52_engine.serve.load import load_engine
+from glm52_engine.serve.metrics import Metrics
+from glm52_engine.transfer.hold import TransferCounters
+from tests.engine.offload.conftest import Master
+from tests.engine.runtime.support import eventually
+
+
+def configured(checkpoint: Path, store: StoreConfig | None) -> EngineConfig:
+    role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=2, store=store)
+    model = ModelConfig(name="tiny", path=str(checkpoint), max_model_len=256, weights_gib=1)
+    return EngineConfig(model=model, prefill=role, drain=DrainConfig(window_seconds=1))
+
+
+async def test_a_configured_store_is_used_and_its_state_can_be_scraped(tiny_checkpoint: Path, master: Master) -> None:
+    config = configured(tiny_checkpoint, StoreConfig(master=master.address, store_gib=1))
+    engine, _, _ = load_engine(config, "prefill", lambda phase: None)
+    try:
+        metrics = Metrics("tiny", engine.stats, TransferCounters(), lambda: 0)
+        await eventually(lambda: 'glm52_store_up{model_name="tiny"} 1.0' in metrics.text().decode())
+        assert 'glm52_store_blocks_saved_total{model_name="tiny"} 0.0' in metrics.text().decode()
+    finally:
+        engine.stop()
+
+
+def test_without_one_there_is_no_client(tiny_checkpoint: Path) -> None:
+    engine, _, _ = load_engine(configured(tiny_checkpoint, None), "prefill", lambda phase: None)
+    try:
+        assert engine.stats().store is None
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("store-")]
+        assert b"glm52_store" not in Metrics("tiny", engine.stats, TransferCounters(), lambda: 0).text()
+    finally:
+        engine.stop()
+
+
+def test_a_replica_of_several_hosts_refuses_it(tiny_checkpoint: Path) -> None:
+    config = configured(tiny_checkpoint, StoreConfig(master="chat-store.ns.svc:50051", store_gib=1))
+    with pytest.raises(ConfigError, match="store: a replica of several hosts"):
+        load_engine(config, "prefill", lambda phase: None, rank_hosts=["127.0.0.1:1"])

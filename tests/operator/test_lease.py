@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from glm52_operator.plan.election import Timing
 from glm52_operator.reconcile.client import ApiError
 from glm52_operator.reconcile.kinds import LEASE, Kind
 from glm52_operator.reconcile.lease import Lease
@@ -26,6 +27,7 @@ class OneLease:
         self.lease: dict[str, Any] | None = None
         self.refuse: tuple[int, str] | None = None
         self.hang = False
+        self.reconnected = asyncio.Event()
         self.writes = 0
         self._version = 0
         self._changed = asyncio.Event()
@@ -54,6 +56,10 @@ class OneLease:
         while self.lease and self.lease["metadata"]["resourceVersion"] == version:
             await self._changed.wait()
         yield self.lease
+
+    async def reconnect(self) -> None:
+        self.reconnected.set()
+        self.hang = False
 
     def _store(self, body: Any) -> Any:
         self.writes += 1
@@ -174,6 +180,31 @@ async def test_a_short_outage_ends_nobody(server: OneLease, clock: FakeClock) ->
         clock.advance(1.0)
         await settle()
     assert not keeping.done()
+    assert first.is_held()
+    keeping.cancel()
+
+
+async def test_a_connection_that_is_dead_without_a_word_is_made_anew(server: OneLease, clock: FakeClock) -> None:
+    first = Lease(
+        server,  # type: ignore[arg-type]
+        clock,
+        lambda: NOW,
+        namespace="sys",
+        name="op",
+        me="a",
+        timing=Timing(answer=0.01),
+    )
+    await first.acquire()
+    keeping = asyncio.create_task(first.keep())
+    await settle()
+    server.hang = True
+    clock.advance(4.0)
+    await asyncio.wait_for(server.reconnected.wait(), 10)
+    for _ in range(3):
+        await settle()
+        clock.advance(1.0)
+    await settle()
+    assert server.writes == 2
     assert first.is_held()
     keeping.cancel()
 

@@ -28,6 +28,8 @@ class Timing:
     """Without a renewal for that long the holder ends."""
     renew: float = 4.0
     retry: float = 1.0
+    answer: float = 2.0
+    """After which a renewal that brings no answer is tried anew, by another connection."""
 
 
 @dataclass(frozen=True, slots=True)

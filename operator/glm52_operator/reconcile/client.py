@@ -81,6 +81,16 @@ class Api:
     async def close(self) -> None:
         await self._client.close()  # type: ignore[no-untyped-call]
 
+    async def reconnect(self) -> None:
+        """Make all connections anew: one that brings no answer was cut silently, and those beside it were, too.
+
+        Requests under way fail as if they had not reached the API server.
+        """
+        rest = self._client.rest_client
+        old, rest.pool_manager = rest.pool_manager, None
+        if old is not None:
+            await old.close()
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         return await self._maybe("get", kind, namespace, name)
 

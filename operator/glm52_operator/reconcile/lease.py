@@ -103,11 +103,13 @@ class Lease:
             if not self.is_held():
                 return f"the lease {self._where} was not renewed for {self._timing.deadline:.0f} s"
             try:
-                # A request that hangs must not outlive the right to act.
-                await asyncio.wait_for(self._take(), self._timing.deadline)
+                # Several times before the right to act is over: a connection may be dead without a word.
+                await asyncio.wait_for(self._take(), self._timing.answer)
                 delay = self._timing.renew
                 self._told = None
             except (ApiError, TimeoutError) as error:
+                if isinstance(error, TimeoutError):
+                    await self._api.reconnect()
                 lost = await self._lost_to()
                 if lost:
                     self._renewed = None

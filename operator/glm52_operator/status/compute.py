@@ -82,7 +82,7 @@ def url(target: Target) -> str:
 def is_settled(status: Mapping[str, Any]) -> bool:
     """Nothing moves and nothing is wrong: only an event can change that."""
     ready = next((c for c in status["conditions"] if c["type"] == "Ready"), None)
-    return ready is not None and (ready["status"] == "True" or ready["reason"] == "Suspended")
+    return ready is not None and (ready["status"] == "True" or ready["reason"] in ("Suspended", "ScaledToZero"))
 
 
 def workloads(target: Target, observed: Observed) -> dict[names.Component, Workload]:

@@ -21,7 +21,7 @@ from glm52_engine.local import die_with_parent
 
 ROOT = Path(__file__).parents[3]
 LOOPBACK = "127.0.0.1"
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 GONE_SECONDS = 10.0
 """From a failure until every process is gone."""
 

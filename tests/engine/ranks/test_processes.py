@@ -21,7 +21,7 @@ from tests.engine.ranks.processes import (
     write_config,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 RANKS_EACH = 2
 RANKS = 2 * RANKS_EACH

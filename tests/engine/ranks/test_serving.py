@@ -23,7 +23,7 @@ from glm52_engine.local import ask
 from tests.engine.model.support import Ours
 from tests.engine.ranks.processes import LOOPBACK, START_SECONDS, Process, write_config
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 HOSTS = 2
 TOKENS = 12

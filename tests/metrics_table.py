@@ -14,14 +14,15 @@ _CELLS = 5
 
 
 def documented() -> dict[str, set[Row]]:
-    """By part: the pods of a deployment, and the operator."""
-    rows: dict[str, set[Row]] = {"prefill": set(), "decode": set(), "router": set(), "operator": set()}
+    """By part: the pods of a deployment, a prefill pod's part of the store, and the operator."""
+    parts = ("prefill", "decode", "store", "router", "operator")
+    rows: dict[str, set[Row]] = {part: set() for part in parts}
     for line in _TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| `") or len(cells) != _CELLS:
             continue
-        name, kind, labels, parts, _ = cells
-        for part in parts.split(", "):
+        name, kind, labels, tellers, _ = cells
+        for part in tellers.split(", "):
             rows[part].add((name.strip(" `"), kind, labels.replace("`", "")))
     return rows
 

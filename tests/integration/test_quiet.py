@@ -82,13 +82,16 @@ def test_a_deletion_of_any_kind_is_quiet(space: Space, installed: Installed, cas
     assert "Traceback" not in operator.text()
 
 
-def test_a_namesake_of_what_was_orphaned_takes_the_children_over_or_says_why_not(
-    space: Space, operator: Process
-) -> None:
+def test_a_namesake_takes_over_what_was_orphaned(space: Space, operator: Process) -> None:
+    """Nobody owns it, and it bears our labels: pods go on serving."""
     space.apply(deployment("chat"))
     space.until_ready("chat")
+    pods = {name: pod["metadata"]["uid"] for name, pod in space.pods("chat", "decode").items()}
     space.delete("GLM52Deployment", "chat", "Orphan")
     space.until("it is gone", lambda: space.seen("GLM52Deployment", "chat") is None)
-    space.apply(deployment("chat"))
-    found = space.until_condition("chat", "Progressing", reason="NameTaken")
-    assert "chat-" in found["message"]
+    new = space.apply(deployment("chat"))
+    space.until_ready("chat")
+    for obj in space.children("chat").values():
+        (owner,) = obj["metadata"]["ownerReferences"]
+        assert owner["uid"] == new["metadata"]["uid"]
+    assert {name: pod["metadata"]["uid"] for name, pod in space.pods("chat", "decode").items()} == pods

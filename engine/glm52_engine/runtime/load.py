@@ -13,7 +13,7 @@ import torch
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
 from glm52_engine.config import Accelerator, ConfigError, KvCacheDtype, RoleConfig
 from glm52_engine.kv.hisparse import MOST_ROWS
-from glm52_engine.kv.pinning import check_memlock
+from glm52_engine.kv.pinning import check_memlock, host_slab, touch
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.model.cache import HotCache
@@ -183,8 +183,9 @@ def _on_gpus(
 
 
 def _pool(kv: KvLayout, limits: Limits, rank: int) -> Pool:
-    pool = Pool(kv, limits.blocks)
-    pool.touch()
+    slab = host_slab(limits.blocks * kv.block_bytes)
+    touch(slab)
+    pool = Pool(kv, limits.blocks, slab)
     log.info("rank %d: pool of %d blocks, %d tokens", rank, limits.blocks, limits.blocks * limits.block_size)
     return pool
 

@@ -13,7 +13,7 @@ class Settings:
     """Namespaces to serve; empty: the whole cluster."""
     health_host: str = "0.0.0.0"
     health_port: int = 8080
-    workers: int = 4
+    workers: int = 8
     lease: tuple[str, str] | None = None
     """Namespace and name of the Lease by which one of several processes acts; None: this one acts alone."""
     identity: str = ""

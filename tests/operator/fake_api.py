@@ -94,9 +94,7 @@ class FakeApi:
             made |= {"status": old["status"]} if "status" in old else {}
         return self.put(kind, made)
 
-    async def annotate(
-        self, kind: Kind, namespace: str, name: str, *, uid: str, annotations: dict[str, str]
-    ) -> Object:
+    async def annotate(self, kind: Kind, namespace: str, name: str, *, uid: str, annotations: dict[str, str]) -> Object:
         self._call("patch", kind, name)
         obj = self.objects[kind, namespace, name]
         assert obj["metadata"]["uid"] == uid

@@ -22,6 +22,7 @@ from e2e.busy import (
     pods,
     status,
     told,
+    uids,
     wait_told,
 )
 from e2e.cluster import Cluster, tour
@@ -200,9 +201,10 @@ def test_a_replica_that_crashes_too_often_is_left_alone_until_an_edit(
     window.mark("latched")
     window.wait_for_more(12)
     edit(busy, crashPolicy={"maxRestarts": 8})
+    old = victim["metadata"]["uid"]
+    until("it has a successor", lambda: uids(busy).get(OTHER_DECODE, old) != old, timeout=BACK_SECONDS)
     wait_ready(busy, NAME, BACK_SECONDS)
     assert not condition(busy.get("glm52", NAME), "Degraded")
-    assert pod(busy, OTHER_DECODE)["metadata"]["uid"] != victim["metadata"]["uid"]
     assert last_window(window).failed == []
     assert ctl(cluster, busy, "diagnose", NAME).returncode == 0
 

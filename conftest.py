@@ -27,7 +27,7 @@ GROUPS = {
 
 ENGINE = tuple(
     f"tests/engine/{part}/"
-    for part in ("clients", "hisparse", "kernels", "local", "model", "route", "runtime", "serve", "transfer")
+    for part in ("clients", "hisparse", "kernels", "local", "model", "offload", "route", "runtime", "serve", "transfer")
 )
 """Tests that compute: a model or a kernel runs, or whole pods over HTTP within the process."""
 

@@ -24,11 +24,13 @@ from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import HostExecutor
 from glm52_engine.runtime.load import kv_contract
 from glm52_engine.runtime.rank import StepLimits
+from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.types import Token
 from glm52_engine.schedule import Limits, blocks_for
 from tests.engine.checkpoint.support import random_tensors, write
 from tests.engine.kernels.test_steps import CONFIG
 from tests.engine.model.support import prompt
+from tests.engine.runtime.shelf import Shelf
 from tests.engine.runtime.support import eventually, generate, greedy, idle
 
 BLOCK, SEATS, BLOCKS, LONGEST = 4, 4, 40, 48
@@ -41,7 +43,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(
-    checkpoint: Path, device: str | None, *, hot_rows: int | None = None, kv: KvCacheDtype = "auto", **options: Any
+    checkpoint: Path,
+    device: str | None,
+    *,
+    hot_rows: int | None = None,
+    kv: KvCacheDtype = "auto",
+    store: BlockStore | None = None,
+    **options: Any,
 ) -> Iterator[LocalEngine]:
     """On a device, or the plain model where None; a chunk of a prompt has at most 12 rows."""
     spec = read_model_spec(checkpoint)
@@ -73,6 +81,8 @@ def running(
         layout=contract,
         **options,
     )
+    if store is not None:
+        engine.use_store(store)
     engine.warm_up()
     engine.start()
     try:
@@ -128,3 +138,23 @@ async def test_kv_in_fp8_from_the_plain_model_into_hot_buffers(checkpoint: Path,
     plain = await answers(checkpoint, None, None, kv="fp8")
     found = await answers(checkpoint, None, device, kv="fp8", hot_rows=top_k + 2)
     assert ids(found) == ids(plain)
+
+
+async def test_a_prefix_from_a_store_is_on_the_device_too(checkpoint: Path, device: str) -> None:
+    """What one prefill pod has computed on its device another goes on from on its own."""
+    shared = tuple(prompt(13, seed=1))
+    asked = greedy("again", (*shared[:9], 7, 8), 4)
+    shelf = Shelf()
+    with running(checkpoint, None) as target:
+        with running(checkpoint, None, prefix_cache=False) as plain:
+            expected = await generate(plain, target, asked)
+        with running(checkpoint, device, store=shelf) as source:
+            await generate(source, target, greedy("first", shared, 2))
+            await eventually(lambda: len(shelf.kept) == 3 and idle(source))
+        with running(checkpoint, device, store=shelf) as source:
+            found = await generate(source, target, asked)
+            assert source.stats().prefix_cache_hits == 8
+            # The device has it from now on: nothing comes in for the next one.
+            again = await generate(source, target, greedy("once more", asked.prompt, 4))
+            assert len(shelf.fetches) == 1
+    assert ids([found, again]) == ids([expected, expected])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm52_engine.local import die_with_parent
 from glm52_engine.offload.master import master_command
 from tests.engine.runtime.support import Maker
 
@@ -30,7 +31,9 @@ class Master:
     def start(self) -> None:
         command = master_command("127.0.0.1", *self._ports)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
+            )
         deadline = time.monotonic() + DEADLINE
         while not self._healthy():
             assert self._process.poll() is None, f"the master ended: {self._log.read_text()[-2000:]}"

@@ -4,16 +4,23 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from glm52_engine.local import die_with_parent
+from glm52_engine.offload import store
 from glm52_engine.offload.master import master_command
-from tests.engine.runtime.support import Maker
+from glm52_engine.runtime import sharing
+from tests.engine.runtime.support import Maker, eventually
 
 DEADLINE = 60.0
+
+
+async def in_time(condition: Callable[[], bool]) -> None:
+    """Processes are started and Mooncake's own time-outs pass meanwhile, on a machine with more to do."""
+    await eventually(condition, within=2 * DEADLINE)
 
 
 class Master:
@@ -73,11 +80,18 @@ def _master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 @pytest.fixture
 def master(_master: Master) -> Master:
-    """Runs, also where a test before has killed it."""
-    if not _master._healthy():
-        _master.kill()
-        _master.start()
+    """One that knows nothing: pods of the test before that were killed would be sent blocks for ten seconds more."""
+    _master.kill()
+    _master.start()
     return _master
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a busy machine does slowly is done all the same; what is lost is told by Mooncake itself."""
+    monkeypatch.setattr(sharing, "LOOKUP_SECONDS", DEADLINE)
+    monkeypatch.setattr(store, "FETCH_SECONDS", DEADLINE)
+    monkeypatch.setattr(store, "BATCH_SECONDS", DEADLINE / 2)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ from glm52_engine.config import ConfigError, DrainConfig, EngineConfig, ModelCon
 from glm52_engine.serve.load import load_engine
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.transfer.hold import TransferCounters
-from tests.engine.offload.conftest import Master
-from tests.engine.runtime.support import eventually
+from tests.engine.offload.conftest import Master, in_time
 from tests.metrics_table import documented, served
 
 
@@ -28,7 +27,7 @@ async def test_a_configured_store_is_used_and_its_state_can_be_scraped(tiny_chec
     engine, _, _ = load_engine(config, "prefill", lambda phase: None)
     try:
         metrics = Metrics("tiny", engine.stats, TransferCounters(), lambda: 0)
-        await eventually(lambda: 'glm52_store_up{model_name="tiny"} 1.0' in metrics.text().decode())
+        await in_time(lambda: 'glm52_store_up{model_name="tiny"} 1.0' in metrics.text().decode())
         told = served(text_string_to_metric_families(metrics.text().decode()))
         assert {row for row in told if row[0].startswith("glm52_store")} == documented()["store"]
     finally:

@@ -17,8 +17,8 @@ from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.record import EngineStopped
 from glm52_engine.runtime.types import Request, Token
 from tests.engine.model.support import prompt
-from tests.engine.offload.conftest import Master
-from tests.engine.runtime.support import BLOCK, Maker, copy_blocks, eventually, greedy, idle
+from tests.engine.offload.conftest import Master, in_time
+from tests.engine.runtime.support import BLOCK, Maker, copy_blocks, greedy, idle
 
 HEAD = 6
 
@@ -43,7 +43,7 @@ async def pod(maker: Maker, master: Master, **options: Any) -> AsyncIterator[tup
     store.start()
     engine.start()
     try:
-        await eventually(lambda: store.counters.up)
+        await in_time(lambda: store.counters.up)
         yield engine, store
     finally:
         engine.stop()
@@ -69,7 +69,7 @@ async def test_the_second_pod_computes_only_the_rest(maker: Maker, master: Maste
         expected, _ = await answer(plain, target, asked)
         async with pod(maker, master) as (first, stored), pod(maker, master) as (second, fetched):
             await answer(first, target, request("a", 1, head=100))
-            await eventually(lambda: stored.counters.blocks_saved == HEAD and idle(first))
+            await in_time(lambda: stored.counters.blocks_saved == HEAD and idle(first))
             tokens, found = await answer(second, target, asked)
             assert (tokens, found) == (expected, HEAD * BLOCK)
             assert second.stats().prompt_tokens_computed == len(asked.prompt) - found
@@ -78,7 +78,7 @@ async def test_the_second_pod_computes_only_the_rest(maker: Maker, master: Maste
             # From now on it has the prefix itself.
             await answer(second, target, request("c", 3, head=100))
             assert fetched.counters.blocks_fetched == HEAD
-            await eventually(lambda: idle(second))
+            await in_time(lambda: idle(second))
             second.check_integrity()
 
 
@@ -88,19 +88,19 @@ async def test_a_store_that_is_lost_and_comes_back_costs_only_computation(maker:
         expected, _ = await answer(plain, target, asked)
         async with pod(maker, master) as (first, stored), pod(maker, master) as (second, fetched):
             await answer(first, target, request("a", 1, head=200))
-            await eventually(lambda: stored.counters.blocks_saved == HEAD)
+            await in_time(lambda: stored.counters.blocks_saved == HEAD)
             master.kill()
             assert await answer(second, target, asked) == (expected, 0)
-            await eventually(lambda: not stored.counters.up and not fetched.counters.up)
+            await in_time(lambda: not stored.counters.up and not fetched.counters.up)
             # Lost is lost, and nobody waits for it any more.
             assert (await answer(first, target, request("c", 3, head=201)))[1] == 0
-            await eventually(lambda: idle(first) and idle(second))
+            await in_time(lambda: idle(first) and idle(second))
 
             master.start()
-            await eventually(lambda: stored.counters.up and fetched.counters.up)
+            await in_time(lambda: stored.counters.up and fetched.counters.up)
             saved = stored.counters.blocks_saved
             await answer(first, target, request("d", 4, head=202))
-            await eventually(lambda: stored.counters.blocks_saved == saved + HEAD)
+            await in_time(lambda: stored.counters.blocks_saved == saved + HEAD)
             assert (await answer(second, target, request("e", 5, head=202)))[1] == HEAD * BLOCK
 
 
@@ -120,11 +120,11 @@ async def test_a_pod_starts_and_serves_without_a_master_and_takes_part_once_ther
         assert store.counters.blocks_dropped == HEAD
         assert idle(engine)
         master.start()
-        await eventually(lambda: store.counters.up)
+        await in_time(lambda: store.counters.up)
         await engine.prefill(request("b", 2, head=300))
         engine.release("b")
         # All of the prompt, also what was computed before the store was there.
-        await eventually(lambda: store.counters.blocks_saved == HEAD)
+        await in_time(lambda: store.counters.blocks_saved == HEAD)
     finally:
         engine.stop()
 
@@ -134,10 +134,10 @@ async def test_a_client_that_dies_is_made_anew(maker: Maker, master: Master) -> 
         before = store.link.pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        await eventually(lambda: store.counters.up and store.link.pid not in (None, before))
+        await in_time(lambda: store.counters.up and store.link.pid not in (None, before))
         await answer(engine, target, request("a", 1, head=400))
         # The master may still send some to where the dead one was.
-        await eventually(lambda: store.counters.blocks_saved + store.counters.blocks_dropped == HEAD and idle(engine))
+        await in_time(lambda: store.counters.blocks_saved + store.counters.blocks_dropped == HEAD and idle(engine))
 
 
 async def test_bytes_that_are_not_the_block_are_not_used(maker: Maker, master: Master) -> None:

@@ -111,9 +111,9 @@ async def generate(source: LocalEngine, target: LocalEngine, request: Request) -
     return [first] + [token async for token in target.decode(request, blocks, first)]
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
+async def eventually(condition: Callable[[], bool], *, within: float = DEADLINE) -> None:
     """Waits until the condition holds; fails after a deadline."""
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         # Not a spin: that would keep the interpreter lock from the ranks' threads.

@@ -104,8 +104,8 @@ class FakeApi:
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
         self._remove("delete", kind, namespace, name, uid, version)
 
-    async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
-        self._remove("create", kind, namespace, name, uid, version, subresource="/eviction")
+    async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        self._remove("create", kind, namespace, name, uid, None, subresource="/eviction")
 
     def _remove(
         self, verb: str, kind: Kind, namespace: str, name: str, uid: str, version: str | None, subresource: str = ""

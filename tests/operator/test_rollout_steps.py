@@ -94,9 +94,18 @@ async def test_a_pod_that_changed_meanwhile_is_left_for_the_next_pass(world: Wor
 
 async def test_only_the_very_pod_that_was_seen_is_evicted(world: World) -> None:
     await world.list_all()
-    world.api.put(POD, world.api.find("Pod", "chat-decode-0"))
+    pod = world.api.find("Pod", "chat-decode-0")
+    world.api.put(POD, {**pod, "metadata": {**pod["metadata"], "uid": "its successor"}})
     await world.reconciler.reconcile(KEY, 0)
     assert "deletionTimestamp" not in world.api.find("Pod", "chat-decode-0")["metadata"]
+
+
+async def test_news_of_a_pod_do_not_keep_it_from_being_evicted(world: World) -> None:
+    """A conflict would come after its budget was charged, which then has no room for two minutes."""
+    await world.list_all()
+    world.api.put(POD, world.api.find("Pod", "chat-decode-0"))
+    await world.reconciler.reconcile(KEY, 0)
+    assert "deletionTimestamp" in world.api.find("Pod", "chat-decode-0")["metadata"]
 
 
 async def test_a_missing_permission_names_the_subresource(world: World) -> None:

@@ -50,7 +50,7 @@ class Roller:
         """Whether the pod was told to go; its preStop hook drains it."""
         try:
             if replacement.state is State.SERVING:
-                await self.api.evict(POD, key[0], host.name, uid=host.uid, version=host.version)
+                await self.api.evict(POD, key[0], host.name, uid=host.uid)
             else:
                 await self.api.delete(POD, key[0], host.name, uid=host.uid, version=host.version)
         except ApiError as error:

@@ -29,7 +29,18 @@ SECONDS = 120.0
 MODEL = "glm-5.2"
 
 INSIDE = Path("/mnt")
-INIT = f'mount --bind "$FOLDER" {INSIDE} && mount --bind "$SHM" /dev/shm && mount --bind "$SCRATCH" /tmp && exec "$@"'
+INIT = f"""
+set -e
+mount --bind "$FOLDER" {INSIDE}
+mount --bind "$SHM" /dev/shm
+case "$ROOT" in /tmp/*) # a checkout there would be gone with the machine's /tmp
+  mkdir -p "$SCRATCH/${{ROOT#/tmp/}}"
+  mount --bind "$ROOT" "$SCRATCH/${{ROOT#/tmp/}}"
+esac
+mount --rbind "$SCRATCH" /tmp
+cd "$ROOT"
+exec "$@"
+"""
 """As in a container: the engine is PID 1, and /dev/shm and /tmp are the pod's, which outlive it."""
 
 
@@ -75,6 +86,7 @@ class Container:
                     **os.environ,
                     "PYTHONPATH": str(ROOT / "engine"),
                     "POD_NAME": self.name,
+                    "ROOT": str(ROOT),
                     "FOLDER": str(self.folder),
                     "SHM": str(self.shm),
                     "SCRATCH": str(self.scratch),

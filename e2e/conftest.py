@@ -54,7 +54,7 @@ def chat_url(chat: Kubectl) -> str:
     return router_url(CHAT_PORT)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def busy(kubectl: Kubectl) -> Iterator[Kubectl]:
     """kubectl in the namespace of a Ready deployment `busy`: two of everything; see e2e.busy."""
     namespace = "t-busy"
@@ -67,7 +67,7 @@ def busy(kubectl: Kubectl) -> Iterator[Kubectl]:
     kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def busy_url(busy: Kubectl) -> str:
     return router_url(BUSY_PORT)
 

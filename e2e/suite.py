@@ -7,6 +7,7 @@
     python -m e2e.suite processes  whole engines as processes, without a cluster
     python -m e2e.suite integration  the operator on a control plane without nodes
     python -m e2e.suite e2e        the tests on the cluster
+    python -m e2e.suite disruptive constant load on the cluster through all that is done to it; only when it is named
 
 A layer that cannot run says so, and fails the run when CI is set: a green run that tested nothing is worse than a red
 one.
@@ -82,15 +83,25 @@ def cluster() -> int:
 
 def e2e() -> int:
     # Most of a cluster test is waiting for the kubelet: two at a time, each file in namespaces of its own.
-    codes = [pytest("cluster and not disruptive", "e2e", "--durations=15", "-n", "2")]
+    return with_logs(pytest("cluster and not disruptive", "e2e", "--durations=15", "-n", "2"))
+
+
+def disruptive() -> int:
     # -s: how many requests there were in each part, and how long it was until all was well again.
-    codes.append(pytest("disruptive", "e2e", "--durations=15", "-s"))
-    code = first_failure(codes)
+    return with_logs(pytest("disruptive", "e2e", "--durations=15", "-s"))
+
+
+def with_logs(code: int) -> int:
     if code:
         logs = ROOT / "build/cluster-logs"
         run(PYTHON, "-m", "e2e.cluster", "logs", logs)
         print(f"logs of every node and pod: {logs}", flush=True)
     return code
+
+
+ALONE = {"disruptive"}
+"""Layers that run when they are named: a quarter of an hour of constant load, during which nothing else may use the
+cluster."""
 
 
 def layers(names: Sequence[str]) -> list[tuple[str, Layer]]:
@@ -102,11 +113,12 @@ def layers(names: Sequence[str]) -> list[tuple[str, Layer]]:
         "integration": integration,
         "cluster": cluster,
         "e2e": e2e,
+        "disruptive": disruptive,
     }
     unknown = sorted(set(names) - set(every))
     if unknown:
         raise SystemExit(f"no layer {', '.join(unknown)}; there are {', '.join(every)}")
-    return [(name, layer) for name, layer in every.items() if not names or name in names]
+    return [(name, layer) for name, layer in every.items() if (name in names if names else name not in ALONE)]
 
 
 class Aside:

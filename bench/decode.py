@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from bench import shapes
+from bench.report import reached
 from glm52_engine.kernels import chain, mla
 from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
 from glm52_engine.model.prefill import Prefill
@@ -244,17 +245,15 @@ def reach(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         name = f"{row['rows']} x {row['context']} {row['requests']}"
         if row["vllm_ms"]:
-            found.append(_reach(f"step, {name}", row["step_ms"], "ms", row["vllm_ms"], row["step_ms"] < row["vllm_ms"]))
-        found.append(_reach(f"over the limit, {name}", row["over_limit"], "x", 1.3, row["over_limit"] <= 1.3))
+            found.append(
+                reached(f"step, {name}", row["step_ms"], "ms", row["vllm_ms"], row["step_ms"] < row["vllm_ms"])
+            )
+        found.append(reached(f"over the limit, {name}", row["over_limit"], "x", 1.3, row["over_limit"] <= 1.3))
         wanted = row["vllm_prefill_tokens_s"]
         if wanted:
             value = row["prefill_tokens_s"]
-            found.append(_reach(f"prefill, {name}", value, "tokens/s", wanted, value >= wanted))
+            found.append(reached(f"prefill, {name}", value, "tokens/s", wanted, value >= wanted))
     return found
-
-
-def _reach(name: str, value: float, unit: str, target: float, holds: bool) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "target": target, "holds": holds}
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.decode import median_ms
+from bench.report import reached
 from glm52_engine.kernels import hisparse
 from glm52_engine.kernels.residency import HostRows, Plan, Residency
 from glm52_engine.kv.hisparse import HotPool, HotStep
@@ -260,18 +261,14 @@ def reach(
     found = []
     for count, target in ((16_384, 50), (2048, 40)):
         value = next(row["gb_s"] for row in rows if (row["kv"], row["rows"]) == ("bf16", count))
-        found.append(_reach(f"gather of {count} rows of 1,152 bytes", value, "GB/s", target, value >= target))
+        found.append(reached(f"gather of {count} rows of 1,152 bytes", value, "GB/s", target, value >= target))
     for row in hidden:
         if row["hidden"] is not None and row["new"] <= 0.2:
             name = f"fetches hidden at batch {SEATS}, {row['kv']}, {row['new']:.1%} new"
-            found.append(_reach(name, row["hidden"], "", 0.9, row["hidden"] >= 0.9))
+            found.append(reached(name, row["hidden"], "", 0.9, row["hidden"] >= 0.9))
     for row in pins[:2]:
-        found.append(_reach(f"pinning, {row['how']}", row["s_gib"], "s/GiB", 0.1, row["s_gib"] <= 0.1))
+        found.append(reached(f"pinning, {row['how']}", row["s_gib"], "s/GiB", 0.1, row["s_gib"] <= 0.1))
     return found
-
-
-def _reach(name: str, value: float, unit: str, target: float, holds: bool) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "target": target, "holds": holds}
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

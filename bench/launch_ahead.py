@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from bench import shapes
+from bench.report import reached
 from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model.device import DecodeStep
@@ -194,17 +195,13 @@ def reach(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         name = f"{on['model']}, batch {on['batch']}"
         for what, target in (("median", 10.0), ("p99", 25.0)):
             value = on["idle_us"][what]
-            found.append(_reach(f"idle, {what}, {name}", value, "us", target, value <= target))
+            found.append(reached(f"idle, {what}, {name}", value, "us", target, value <= target))
         found.append(
-            _reach(f"speed, {name}", on["tokens_s"], "tokens/s", off["tokens_s"], on["tokens_s"] >= off["tokens_s"])
+            reached(f"speed, {name}", on["tokens_s"], "tokens/s", off["tokens_s"], on["tokens_s"] >= off["tokens_s"])
         )
         sound = on["same_tokens"] and on["deterministic"] and off["deterministic"]
-        found.append(_reach(f"the same tokens, {name}", sound, "", True, sound))
+        found.append(reached(f"the same tokens, {name}", sound, "", True, sound))
     return found
-
-
-def _reach(name: str, value: Any, unit: str, target: Any, holds: bool) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "target": target, "holds": holds}
 
 
 def plot(result: dict[str, Any], file: Path) -> None:

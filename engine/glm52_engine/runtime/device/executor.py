@@ -17,6 +17,7 @@ from glm52_engine.model.step import Span
 from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes
 from glm52_engine.runtime.device.mirror import Mirror
 from glm52_engine.runtime.executor import EagerWork, Work, check_finite
+from glm52_engine.schedule import blocks_for
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class DeviceExecutor:
             if isinstance(self._kv, SparsePool):
                 self._kv.begin(seat, blocks, arrived=arrived)
             elif arrived and self._mirror is not None:
-                self._mirror.to_device(blocks[: -(-arrived // self.pool.block_size)])
+                self._mirror.to_device(blocks[: blocks_for(arrived, self.pool.block_size)])
 
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> Work:
@@ -151,7 +152,7 @@ class DeviceExecutor:
             return
         with self._here():
             for span in spans:
-                mirror.to_host(self._blocks[span.seat][span.start // size : -(-span.end // size)])
+                mirror.to_host(self._blocks[span.seat][span.start // size : blocks_for(span.end, size)])
 
     def settle(self) -> None:
         if self._mirror is not None:
@@ -183,15 +184,12 @@ class DeviceExecutor:
         for span in chunks:
             joined = [*group, span]
             rows, longest = sum(len(s.tokens) for s in joined), max(s.end for s in joined)
-            if group and rows * self._width(longest) > TABLE_ELEMENTS:
+            if group and rows * blocks_for(longest, self.pool.block_size) > TABLE_ELEMENTS:
                 yield group
                 joined = [span]
             group = joined
         if group:
             yield group
-
-    def _width(self, longest: int) -> int:
-        return -(-longest // self.pool.block_size)
 
     def _chunk(self, spans: list[Span]) -> torch.Tensor:
         """Logits of every span's last row, [spans, vocab_size]."""
@@ -200,14 +198,15 @@ class DeviceExecutor:
         device, counts = self._device, [len(span.tokens) for span in spans]
         longest = max(span.end for span in spans)
         flat = torch.tensor([list(range(sum(counts))), [token for span in spans for token in span.tokens]])
-        starts = torch.tensor([span.start for span in spans]).repeat_interleave(torch.tensor(counts))
-        ends = torch.tensor(counts).cumsum(0)
-        firsts = (ends - torch.tensor(counts)).repeat_interleave(torch.tensor(counts))
-        tables = self._tables[:, : self._width(longest)]
+        sizes = torch.tensor(counts)
+        starts = torch.tensor([span.start for span in spans]).repeat_interleave(sizes)
+        ends = sizes.cumsum(0)
+        firsts = (ends - sizes).repeat_interleave(sizes)
+        tables = self._tables[:, : blocks_for(longest, self.pool.block_size)]
         if len(spans) == 1:
             table = tables[spans[0].seat].expand(counts[0], -1)
         else:
-            seats = torch.tensor([span.seat for span in spans]).repeat_interleave(torch.tensor(counts))
+            seats = torch.tensor([span.seat for span in spans]).repeat_interleave(sizes)
             table = tables[seats.to(device)]
         aligned = all(count % SHARED_READS == 0 for count in counts[:-1])
         return self._prefill.run(

@@ -19,6 +19,7 @@ import torch
 
 from bench import shapes
 from bench.decode import median_ms
+from bench.report import reached
 from glm52_engine.kv import Pool
 from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import FP8
@@ -136,13 +137,13 @@ def main() -> None:
         "versions": {"torch": torch.__version__},
         "rows": rows,
         "reach": [
-            {
-                "name": f"logits of {row['rows']} rows, {row['kv']}, as equal as two whole caches",
-                "value": row["worst_apart"],
-                "unit": "",
-                "target": row["control_apart"],
-                "holds": row["worst_apart"] <= row["control_apart"],
-            }
+            reached(
+                f"logits of {row['rows']} rows, {row['kv']}, as equal as two whole caches",
+                row["worst_apart"],
+                "",
+                row["control_apart"],
+                row["worst_apart"] <= row["control_apart"],
+            )
             for row in rows
         ],
     }

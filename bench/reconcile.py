@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.control import Rig, describe_machine, percentile, process_figures
+from bench.report import reached
 from e2e.controlplane.audit import Request, count
 from e2e.controlplane.client import MERGE, path
 from e2e.controlplane.operator import Process
@@ -273,7 +274,7 @@ def reach(rows: list[Row]) -> list[Row]:
 
 
 def _at_most(name: str, value: float, unit: str, target: float) -> Row:
-    return {"name": name, "value": round(value, 2), "unit": unit, "target": target, "holds": value <= target}
+    return reached(name, round(value, 2), unit, target, value <= target)
 
 
 def run(rest_seconds: float, number: int, folder: Path) -> list[Row]:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from bench.report import reached
 from glm52_engine.lifecycle.start import InternalToken, bind
 from glm52_engine.ranks.connect import Remote, connect_hosts
 from glm52_engine.ranks.link import LinkLost
@@ -198,13 +199,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     rows = [measured(world, chosen.repeats) for world in SIZES]
     reach = [
-        {
-            "name": f"EP{row['ranks']}: all hosts at once against the slowest host alone",
-            "value": row["over_slowest"],
-            "unit": "×",
-            "target": REACH,
-            "holds": row["over_slowest"] <= REACH,
-        }
+        reached(
+            f"EP{row['ranks']}: all hosts at once against the slowest host alone",
+            row["over_slowest"],
+            "×",
+            REACH,
+            row["over_slowest"] <= REACH,
+        )
         for row in rows
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm52_operator.plan.events import BURST, NOTE_LIMIT, OBJECTS, REFILL_SECONDS, SERIES, Aggregator, Notice
+from glm52_operator.plan.events import (
+    BURST,
+    NOTE_LIMIT,
+    OBJECTS,
+    REASONS,
+    REFILL_SECONDS,
+    SERIES,
+    Aggregator,
+    Notice,
+)
 from glm52_operator.status.notices import transition
 from tests.operator.builders import UID, resource
 
@@ -139,14 +148,22 @@ def test_what_the_limit_holds_back_is_counted_in_the_next_write() -> None:
     assert told.event(resource(), notice, later(-3600 + REFILL_SECONDS)) is not None
 
 
+def test_many_events_of_one_reason_hold_back_none_of_another() -> None:
+    told = Aggregator("p")
+    rollouts = [told.event(resource(), Notice("Normal", "Drained", "Drain", f"pod {n}"), NOW) for n in range(BURST + 1)]
+    assert rollouts[-1] is None
+    assert told.event(resource(), Notice("Warning", "ImagePullBackOff", "Reconcile", "no such image"), NOW) is not None
+
+
 def test_memory_is_bounded() -> None:
     told = Aggregator("p")
     for number in range(OBJECTS + 10):
         told.event(resource(uid=f"u{number}"), Notice("Normal", "Ready", "Reconcile", ""), NOW)
-    for number in range(SERIES + 10):
+    for number in range(max(SERIES, REASONS) + 10):
         told.event(resource(uid="u9999"), Notice("Normal", f"R{number}", "Reconcile", ""), later(3600.0 * number))
     assert len(told._tellers) == OBJECTS
     assert len(told._tellers["u9999"].series) == SERIES
+    assert len(told._tellers["u9999"].budgets) == REASONS
     told.forget("u9999")
     assert "u9999" not in told._tellers
 

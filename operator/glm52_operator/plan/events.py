@@ -16,11 +16,15 @@ NOTE_LIMIT = 1024
 
 OBJECTS = 4096
 SERIES = 16
-"""What is remembered: deployments, and kinds of event of each. Beyond it the oldest is forgotten, and told anew."""
+REASONS = 32
+"""What is remembered: deployments, and of each kinds of event and reasons. Beyond it the oldest is forgotten, and told
+anew."""
 
 BURST = 20
 REFILL_SECONDS = 30.0
-"""Event writes that one deployment has at once, and the time after which it has one more."""
+"""Event writes that one deployment has for a reason at once, and the time after which it has one more. Were they for
+all reasons together, a busy day's rollouts would use them up, and the one event that somebody looks for, why the next
+rollout does not get on, would be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,13 @@ class _Series:
 
 
 @dataclass(slots=True)
-class _Teller:
-    """One deployment's events."""
+class _Budget:
+    """What may still be written for one reason."""
 
     refilled: datetime.datetime
     tokens: float = BURST
-    series: OrderedDict[str, _Series] = field(default_factory=OrderedDict)
 
-    def may_write(self, now: datetime.datetime) -> bool:
+    def take(self, now: datetime.datetime) -> bool:
         # A clock that was set back must not take tokens away.
         gained = max(0.0, (now - self.refilled).total_seconds()) / REFILL_SECONDS
         self.tokens = min(float(BURST), self.tokens + gained)
@@ -57,6 +60,21 @@ class _Teller:
             return False
         self.tokens -= 1
         return True
+
+
+@dataclass(slots=True)
+class _Teller:
+    """One deployment's events."""
+
+    series: OrderedDict[str, _Series] = field(default_factory=OrderedDict)
+    budgets: OrderedDict[str, _Budget] = field(default_factory=OrderedDict)
+
+    def may_write(self, reason: str, now: datetime.datetime) -> bool:
+        budget = self.budgets.setdefault(reason, _Budget(refilled=now))
+        self.budgets.move_to_end(reason)
+        while len(self.budgets) > REASONS:
+            self.budgets.popitem(last=False)
+        return budget.take(now)
 
 
 class Aggregator:
@@ -69,21 +87,21 @@ class Aggregator:
     def event(self, resource: Object, notice: Notice, now: datetime.datetime) -> Object | None:
         """The events.k8s.io/v1 object to apply; None: too many, and a repeat is counted in the series' next write."""
         uid = resource["metadata"]["uid"]
-        teller = self._tellers.setdefault(uid, _Teller(refilled=now))
+        teller = self._tellers.setdefault(uid, _Teller())
         self._tellers.move_to_end(uid)
         while len(self._tellers) > OBJECTS:
             self._tellers.popitem(last=False)
         digest = _digest(notice.type, notice.reason, notice.note)
         series = teller.series.get(digest)
         if series is None:
-            if not teller.may_write(now):
+            if not teller.may_write(notice.reason, now):
                 return None
             unique = _digest(uid, digest, now.isoformat())[:16]
             series = teller.series[digest] = _Series(f"{resource['metadata']['name']}.{unique}", now)
             series.count = 1
         else:
             series.count += 1
-            if not teller.may_write(now):
+            if not teller.may_write(notice.reason, now):
                 return None
         teller.series.move_to_end(digest)
         while len(teller.series) > SERIES:

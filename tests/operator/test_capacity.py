@@ -56,6 +56,7 @@ def test_what_is_short_is_named_by_node() -> None:
         "0 of 6 nodes can hold a decode pod of 4 GiB: cpu is short on f (0.2 free); memory is short on b (3.5 GiB "
         "free), a (2 GiB free); cordoned: d; not ready: c; tainted with gpu: e. "
     )
+    assert "A decode pod: 4 GiB = 1 rank × 1 GiB host pool + 1 GiB weights + " in found.message
     assert "hostPoolGiB" in found.message
 
 

@@ -7,7 +7,7 @@ pods select no nodes and have no affinity that a node could fail, so neither is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -49,6 +49,8 @@ class Demand:
     own: frozenset[str]
     """uids of all its pods."""
     missing: int
+    memory: str = ""
+    """The sum behind the memory request, written out; none for routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,13 @@ def survey(nodes: Sequence[Object], pods: Iterable[Object]) -> Cluster:
 def demands(target: Target, pods: Mapping[names.Component, Sequence[Object]]) -> list[Demand]:
     """What the target needs beyond the nodes that its pods have already."""
     workloads = [*(build_stateful_set(target, role) for role in names.ROLES), build_router(target)]
+    sums = [*(target.memory(role).explain() for role in names.ROLES), ""]
     return [
-        _demand(component, workload["spec"]["template"]["spec"], target.pods(component), pods.get(component, ()))
-        for component, workload in zip((*names.ROLES, names.ROUTER), workloads, strict=True)
+        replace(
+            _demand(component, workload["spec"]["template"]["spec"], target.pods(component), pods.get(component, ())),
+            memory=written,
+        )
+        for component, workload, written in zip((*names.ROLES, names.ROUTER), workloads, sums, strict=True)
     ]
 
 

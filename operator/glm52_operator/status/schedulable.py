@@ -34,13 +34,13 @@ def schedulable(demanded: Sequence[Demand], cluster: Cluster | Verdict | None) -
     lacking = [fit for fit in found if fit.room < fit.demand.missing]
     if lacking:
         text = " ".join(_lack(fit) for fit in lacking)
-        return Verdict(False, "NoRoom", f"{text} {_remedy(lacking)}")
+        return Verdict(False, "NoRoom", f"{text} {_sums(lacking)}{_remedy(lacking)}")
     crowded = [fit for fit in found if fit.placed < fit.demand.missing]
     if crowded:
         each = ", ".join(map(_pods, found))
         left = ", ".join(f"{fit.demand.missing - fit.placed} {fit.demand.component}" for fit in crowded)
         text = f"The nodes have room for each part by itself, but not for {each} together: {left} would wait."
-        return Verdict(False, "NoRoom", f"{text} {_remedy(found)}")
+        return Verdict(False, "NoRoom", f"{text} {_sums(found)}{_remedy(found)}")
     return Verdict(True, "Room", " ".join(f"{_count(fit)}." for fit in found))
 
 
@@ -100,6 +100,11 @@ def _free(resource: str, amount: Decimal) -> str:
     if resource == MEMORY:
         return f"{coarse.normalize():f} GiB free" if coarse else f"less than {_STEP_GIB} GiB free"
     return "none free" if resource == PODS or not coarse else f"{coarse.normalize():f} free"
+
+
+def _sums(lacking: Sequence[Fit]) -> str:
+    """What each pod's memory is made of: which part to lower is seen there."""
+    return "".join(f"A {fit.demand.component} pod: {fit.demand.memory}. " for fit in lacking if fit.demand.memory)
 
 
 def _remedy(lacking: Sequence[Fit]) -> str:

@@ -134,6 +134,25 @@ async def test_after_too_many_it_is_latched_until_the_specification_is_changed(w
     assert len(status(world)["crashes"]) == 3
 
 
+async def test_what_an_edit_forgave_stays_so_while_its_replica_is_scaled_away_and_back(world: World) -> None:
+    name = "chat-decode-1"
+    await crash(world, -100, name=name)
+    world.edit(crashPolicy={**POLICY, "maxRestarts": 1})
+    await world.run()
+    put(world, with_container(name, RUNNING, crashed(-100), leaves=(-5, 60)))
+    for replicas_ in (1, 2):
+        world.edit(decode={"replicas": replicas_})
+        await world.run()
+    assert "Degraded" not in conditions(world)
+    assert [(entry["replica"], entry["count"]) for entry in status(world)["restarts"]] == [(name, 0)]
+    # With its pod it is forgotten.
+    world.edit(decode={"replicas": 1})
+    del world.api.objects[POD, "ns", name]
+    await world.run()
+    await world.run()
+    assert "restarts" not in status(world)
+
+
 async def test_a_refused_configuration_burns_nothing(world: World) -> None:
     for when in (-300, -200, -100, -50):
         ended = terminated(when, 78, message=told(Outcome.CONFIG_REFUSED, "no config.json"))

@@ -69,6 +69,27 @@ def test_the_latch_outlives_its_crashes_and_falls_with_an_edit() -> None:
     assert len(again.incidents) == 1
 
 
+def test_an_edit_forgives_also_what_nobody_had_looked_at() -> None:
+    once = run([crash(-100)])
+    assert once is not None
+    # The operator was away, or the kubelet late: with the edit it sees another one.
+    edited = run([crash(-100), crash(-1)], [once], spec="new")
+    assert edited is not None
+    assert edited.incidents == []
+    again = run([crash(-1), crash(2)], [edited], now=3, spec="new")
+    assert again is not None
+    assert again.incidents == [at(2)]
+
+
+def test_a_longer_reset_time_does_not_bring_back_what_an_edit_forgives() -> None:
+    short = CrashPolicy(30, 600, max_restarts=1, reset=datetime.timedelta(seconds=600))
+    long = CrashPolicy(30, 600, max_restarts=1, reset=datetime.timedelta(seconds=3600))
+    seen = [(ONE, crash(-700)), (ONE, crash(-100))]
+    (latched,) = escalate([], seen, short, basis="s", replicas={ONE}, now=at(0))
+    (released,) = escalate([latched], seen, long, basis="new", replicas={ONE}, now=at(1))
+    assert (released.incidents, released.latched) == ([], False)
+
+
 def test_hosts_of_one_replica_that_fall_together_are_one_crash() -> None:
     together = [crash(-100 + n, f"chat-decode-{n}") for n in range(4)]
     found = run(together)
@@ -149,6 +170,14 @@ class Deployment(RuleBasedStateMachine):
         self.counted = {"a": [], "b": []}
         self.latched_at = {}
         self.look()
+
+    @rule(replica=st.sampled_from("ab"))
+    def crashes_before_an_edit_and_both_are_seen_at_once(self, replica: str) -> None:
+        if any(entry["replica"] == replica for entry in self.status):
+            self.now += 1
+            made = Crash(f"{replica}{self.now}", replica, at(self.now))
+            self.shown[replica] = [*self.shown[replica][-1:], made]
+            self.edited()
 
     @rule()
     def looked_at_again(self) -> None:

@@ -22,6 +22,13 @@ MESSAGE_LIMIT = 1500
 DEFAULT_GRACE_SECONDS = 30
 """The API server's."""
 
+CLOCKS = datetime.timedelta(seconds=5)
+"""By how much a node's clock may be behind the API server's before the end of a pod that was told to go looks like one
+that came first."""
+
+_AT_TERM = frozenset({Outcome.DRAINED, Outcome.DRAIN_TIMED_OUT})
+"""How an engine ends that was asked to."""
+
 _SHUTDOWN = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
 """What kubelets call pods that they ended because their node was shut down in order."""
 
@@ -106,9 +113,12 @@ def _ending(pod: Pod, container: dict[str, Any], ended: dict[str, Any]) -> Endin
     meta, status = pod["metadata"], pod.get("status", {})
     time = read_time(ended.get("finishedAt")) or _born(pod)
     told = told_to_go_at(pod)
-    # The kubelet rounds down to whole seconds, as the API server does.
-    asked = (told is not None and time >= told) or str(status.get("reason")) in _SHUTDOWN
     code = ended.get("exitCode")
+    # The kubelet rounds down to whole seconds, as the API server does. Only an end that TERM can have brought may be
+    # early: what was killed before somebody deleted its pod was not asked.
+    gently = words.outcome in _AT_TERM if words is not None else code in (0, 128 + signal.SIGTERM)
+    told = told - CLOCKS if told is not None and gently else told
+    asked = (told is not None and time >= told) or str(status.get("reason")) in _SHUTDOWN
     # containerID is missing where the kubelet lost sight of the container. The count of restarts would not do: it says
     # how many there were, and not which one ended.
     which = str(ended.get("containerID") or ended.get("finishedAt"))
@@ -153,7 +163,7 @@ def _reason(status: dict[str, Any], ended: dict[str, Any], words: Termination | 
     if ended.get("reason") in ("OOMKilled", "ContainerStatusUnknown"):
         return str(ended["reason"])
     code = int(ended.get("exitCode") or 0)
-    if words is not None and words.outcome not in (Outcome.DRAINED, Outcome.DRAIN_TIMED_OUT):
+    if words is not None and words.outcome not in _AT_TERM:
         return words.outcome.value
     if code == 0 or words is not None:
         return "EndedUnasked"

@@ -106,9 +106,10 @@ def escalate(
     replicas: Collection[str],
     now: datetime.datetime,
 ) -> list[Series]:
-    """What is to be known from now on, by replica; `seen`: replica and crash, as often as one likes.
+    """What is to be known from now on, by replica; `seen`: replica and crash, as often as one likes; `replicas`: those
+    that are wanted, and those whose pods are still there.
 
-    A replica that is not wanted any more is forgotten, with its latch.
+    Any other replica is forgotten, with its latch.
     """
     before = {series.replica: series for series in previous}
     fresh: dict[str, list[Crash]] = {}
@@ -136,6 +137,7 @@ def _next(old: Series, seen: Sequence[Crash], policy: CrashPolicy, basis: str, n
     forgiven = old.forgiven | {crash.id for crash in kept if crash.time <= edge}
     latched = old.latched
     if old.basis != basis:
-        forgiven, latched = forgiven | {crash.id for crash in old.crashes}, False
+        # What shows by now ended before it, also what nobody had looked at, or what a longer reset time brings back.
+        forgiven, latched = forgiven | known.keys(), False
     series = Series(old.replica, basis, tuple(kept), forgiven & {crash.id for crash in kept}, latched)
     return replace(series, latched=latched or len(series.incidents) >= policy.max_restarts)

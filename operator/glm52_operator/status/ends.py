@@ -72,6 +72,9 @@ def observe(
     ended = {pod["metadata"]["uid"]: pod for pod in [*here, *departed]}.values()
     seen = [(replica_of(pod, target), ending) for pod in ended for ending in endings(pod)]
     crashed = [(replica, Crash(e.id, e.pod, e.time)) for replica, e in seen if e.is_crash]
+    # A replica that is scaled away and back while its pods drain is the same one: were it forgotten in between, what an
+    # edit has taken off its account would be read from its pods as new.
+    known = {*replicas(target, pods), *(replica_of(pod, target) for pod in here), names.role(target.name, names.ROUTER)}
     return Ends(
         policy=policy,
         crashes=keep_evidence(previous.get("crashes") or [], [ending for _, ending in seen]),
@@ -80,7 +83,7 @@ def observe(
             crashed,
             policy,
             basis=basis(resource.get("spec", {})),
-            replicas=set(replicas(target, pods)) | {names.role(target.name, names.ROUTER)},
+            replicas=known,
             now=now,
         ),
         drains=advance(read_drains(previous.get("drains") or []), here, departed, heard, now),

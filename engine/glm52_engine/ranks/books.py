@@ -125,12 +125,11 @@ class Books:
     def _may_lease(self, orders: Sequence[RankOrder], prefill: bool) -> bool:
         if not self._launch_ahead or prefill:
             return False
-        rows = [
-            (rank.running.get(seat) or rank.leaving[seat]).row(self._block_size)
+        ranks = [
+            [(rank.running.get(seat) or rank.leaving[seat]).row(self._block_size) for seat, _ in order.rows]
             for rank, order in zip(self._ranks, orders, strict=True)
-            for seat, _ in order.rows
         ]
-        return may_lease(rows, arrivals=any(rank.has_news for rank in self._ranks), stopping=False)
+        return may_lease(ranks, arrivals=any(rank.has_news for rank in self._ranks), stopping=False)
 
     def _settle(self, index: int, rank: _Rank, order: RankOrder, result: RankResult) -> list[Event]:
         if len(result.tokens) != len(order.rows):

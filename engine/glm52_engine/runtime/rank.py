@@ -277,9 +277,10 @@ class Rank:
         return Flight([s for s, span in spans if span.wants_logits], prompts, work)
 
     def _may_lease(self, flight: Flight) -> bool:
-        rows = [s.row(self._block_size) for s in flight.rows]
+        # A step with rows of a prompt is none that could follow itself.
+        ranks = [] if flight.prompts else [[s.row(self._block_size) for s in flight.rows]]
         with self._wake:
-            return may_lease(rows if not flight.prompts else [], arrivals=bool(self._commands), stopping=self._stopping)
+            return may_lease(ranks, arrivals=bool(self._commands), stopping=self._stopping)
 
     def _finish(self, flight: Flight) -> None:
         """Wait for the step and tell what it brought."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MOST_ROWS = 256
+"""Of a rank in one step of fixed shape. More decodes run as several such steps, and only one can feed itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -21,16 +24,19 @@ class Row:
     room: int
 
 
-def may_lease(rows: Sequence[Row], *, arrivals: bool, stopping: bool) -> bool:
-    """Whether the next step can repeat this one's shape on the device's own tokens.
+def may_lease(ranks: Sequence[Sequence[Row]], *, arrivals: bool, stopping: bool) -> bool:
+    """Whether the next step can repeat this one's shape on the device's own tokens; `ranks` has each rank's rows.
 
-    Not with `arrivals`: news of sequences wait to be applied, and would wait a step longer. A row whose token is its
-    last one by length is known to leave; one that ends by its token is not, and its row of the leased step is for
-    nobody: its blocks must stay its own until that step is over.
+    Who waits for a seat is no reason against it: under load somebody always does, and a seat that comes free by a token
+    is given away one step later. Not with `arrivals`: news of sequences wait to be applied, and would wait a step
+    longer. A row whose token is its last one by length is known to leave; one that ends by its token is not, and its
+    row of the leased step is for nobody: its blocks must stay its own until that step is over.
     """
+    every = [row for rows in ranks for row in rows]
     return (
-        bool(rows)
+        bool(every)
         and not arrivals
         and not stopping
-        and all(row.decoding and row.greedy and row.tokens_left >= 2 and row.room >= 1 for row in rows)
+        and all(len(rows) <= MOST_ROWS for rows in ranks)
+        and all(row.decoding and row.greedy and row.tokens_left >= 2 and row.room >= 1 for row in every)
     )

@@ -26,7 +26,7 @@ from glm52_engine.runtime.load import kv_contract
 from glm52_engine.runtime.rank import StepLimits
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.types import Token
-from glm52_engine.schedule import Limits, blocks_for
+from glm52_engine.schedule import Limits, blocks_for, launch_ahead
 from tests.engine.checkpoint.support import random_tensors, write
 from tests.engine.kernels.test_steps import CONFIG
 from tests.engine.model.support import prompt
@@ -124,6 +124,23 @@ async def test_prefill_and_decode_on_the_device_or_not(
     on = {True: device, False: None}
     found = ids(await answers(checkpoint, on[source], on[target], launch_ahead=target))
     assert found == truth
+
+
+async def test_more_rows_than_the_largest_bucket_still_run(
+    checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three decodes as steps of two rows and one; when one has ended, the others fit one step and go ahead."""
+    requests = [greedy(f"r{n}", tuple(prompt(5 + n, seed=n)), 2 + 2 * min(n, 1)) for n in range(3)]
+
+    async def said(target: LocalEngine, source: LocalEngine) -> list[list[int]]:
+        return ids(await asyncio.gather(*(generate(source, target, request) for request in requests)))
+
+    with running(checkpoint, None) as source, running(checkpoint, None) as target:
+        expected = await said(target, source)
+    monkeypatch.setattr(launch_ahead, "MOST_ROWS", 2)
+    with running(checkpoint, None) as source, running(checkpoint, device, launch_ahead=True) as target:
+        assert await said(target, source) == expected
+        await eventually(lambda: idle(target))
 
 
 async def test_decode_with_hot_buffers(checkpoint: Path, truth: list[list[int]], device: str) -> None:

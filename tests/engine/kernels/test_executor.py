@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm52_engine.runtime.device.buckets import LARGEST, bucket_sizes
+from glm52_engine.runtime.device.buckets import bucket_sizes
 from glm52_engine.runtime.device.mirror import Mirror, runs
+from glm52_engine.schedule.launch_ahead import MOST_ROWS
 
 
 @given(st.lists(st.integers(0, 12), max_size=20))
@@ -42,7 +43,7 @@ def test_blocks_of_another_size_are_refused() -> None:
 @given(st.integers(1, 4096))
 def test_every_count_of_rows_has_a_bucket_that_is_not_twice_as_large(seats: int) -> None:
     sizes = bucket_sizes(seats)
-    assert sizes[-1] >= min(seats, LARGEST)
-    for rows in {1, seats, LARGEST} if seats >= LARGEST else {1, seats}:
-        bucket = next(size for size in sizes if size >= min(rows, LARGEST))
-        assert bucket < 2 * min(rows, LARGEST)
+    assert sizes[-1] >= min(seats, MOST_ROWS)
+    for rows in {1, seats, MOST_ROWS} if seats >= MOST_ROWS else {1, seats}:
+        bucket = next(size for size in sizes if size >= min(rows, MOST_ROWS))
+        assert bucket < 2 * min(rows, MOST_ROWS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.types import Request, Sampling, Token
-from glm52_engine.schedule.launch_ahead import Row, may_lease
+from glm52_engine.schedule.launch_ahead import MOST_ROWS, Row, may_lease
 from tests.engine.model.support import prompt
 from tests.engine.runtime.content import ContentModel, LateExecutor, continuation, turn
 from tests.engine.runtime.support import Maker, copy_blocks, eventually, generate, greedy, idle
@@ -31,21 +31,32 @@ READY = Row(decoding=True, greedy=True, tokens_left=2, room=1)
     ],
 )
 def test_every_row_must_be_able_to_go_on(other: Row) -> None:
-    assert may_lease([READY, READY], arrivals=False, stopping=False)
+    assert may_lease([[READY, READY]], arrivals=False, stopping=False)
+    assert may_lease([[READY], [], [READY]], arrivals=False, stopping=False)
     for rows in itertools.permutations([READY, other]):
-        assert not may_lease(rows, arrivals=False, stopping=False)
+        assert not may_lease([rows], arrivals=False, stopping=False)
+        assert not may_lease([[row] for row in rows], arrivals=False, stopping=False)
 
 
 def test_nothing_is_started_beside_news_or_for_nobody() -> None:
-    assert not may_lease([READY], arrivals=True, stopping=False)
-    assert not may_lease([READY], arrivals=False, stopping=True)
+    assert may_lease([[READY]], arrivals=False, stopping=False)
+    assert not may_lease([[READY]], arrivals=True, stopping=False)
+    assert not may_lease([[READY]], arrivals=False, stopping=True)
     assert not may_lease([], arrivals=False, stopping=False)
+    assert not may_lease([[], []], arrivals=False, stopping=False)
+
+
+def test_a_rank_with_more_rows_than_one_step_takes_waits_for_its_tokens() -> None:
+    full = [READY] * MOST_ROWS
+    assert may_lease([full, full], arrivals=False, stopping=False)
+    assert not may_lease([[READY], [*full, READY]], arrivals=False, stopping=False)
 
 
 @given(st.lists(st.builds(Row, st.booleans(), st.booleans(), st.integers(0, 3), st.integers(0, 3)), max_size=4))
 def test_one_row_more_never_allows_what_was_refused(rows: list[Row]) -> None:
-    if not may_lease(rows, arrivals=False, stopping=False) and rows:
-        assert not may_lease([*rows, READY], arrivals=False, stopping=False)
+    if not may_lease([rows], arrivals=False, stopping=False) and rows:
+        assert not may_lease([[*rows, READY]], arrivals=False, stopping=False)
+        assert not may_lease([rows, [READY]], arrivals=False, stopping=False)
 
 
 async def said(engine: LocalEngine, request: Request, source: LocalEngine) -> AsyncIterator[Token]:

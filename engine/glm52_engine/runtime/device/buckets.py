@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from glm52_engine.model.device import DecodeStep
-
-LARGEST = 256
-"""Rows of the largest bucket; a step of more decodes runs as several."""
+from glm52_engine.schedule import launch_ahead
 
 
 def bucket_sizes(seats: int) -> list[int]:
-    """Powers of two, in ascending order, until all seats (at most `LARGEST`) fit one."""
+    """Powers of two, in ascending order, until all seats (at most `launch_ahead.MOST_ROWS`) fit one."""
     sizes = [1]
-    while sizes[-1] < min(seats, LARGEST):
+    while sizes[-1] < min(seats, launch_ahead.MOST_ROWS):
         sizes.append(2 * sizes[-1])
     return sizes
 

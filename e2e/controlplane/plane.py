@@ -35,6 +35,7 @@ _CONTROLLERS = (
     "serviceaccount-controller",
     "disruption-controller",
     "resourcequota-controller",
+    "horizontal-pod-autoscaler-controller",
 )
 
 _AUDIT = {
@@ -43,6 +44,8 @@ _AUDIT = {
     "omitStages": ["RequestReceived"],
     "omitManagedFields": True,
     "rules": [
+        # Autoscalers work as a controller.
+        {"level": "Metadata", "resources": [{"group": "glm52.dev", "resources": ["glm52deployments/scale"]}]},
         # What the rest of the cluster does is not asked about, and would be most of the log.
         {"level": "None", "users": [KUBELETS, CONTROLLERS, "system:apiserver"]},
         {"level": "Metadata"},
@@ -175,6 +178,10 @@ class ControlPlane:
             # 20 requests a second, the default, are for clusters that others work in, too.
             "kube-api-qps": 500,
             "kube-api-burst": 1000,
+            # Autoscalers look every 15 s by default, and for minutes at no pod that has just started.
+            "horizontal-pod-autoscaler-sync-period": "1s",
+            "horizontal-pod-autoscaler-cpu-initialization-period": "1s",
+            "horizontal-pod-autoscaler-initial-readiness-delay": "1s",
         }
         binary = self.program("kube-controller-manager")
         return Daemon([binary, *_flags(flags)], self.folder / "kube-controller-manager.log")

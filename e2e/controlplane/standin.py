@@ -240,10 +240,23 @@ class Kubelets:
                 await _first(pod.released.wait(), asyncio.sleep(min(drain, grace)))
                 if drain > grace and not pod.released.is_set():
                     ends = Exit(137)
+            await self._counted_as_leaving(meta["namespace"], meta["name"])
             await self._status(pod, _ended(pod.obj, ends))
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": meta["uid"]}}
         await self._client.request("DELETE", path("Pod", meta["namespace"], meta["name"]), body)
         await asyncio.Event().wait()
+
+    async def _counted_as_leaving(self, namespace: str, name: str) -> None:
+        """Until no budget still waits to see an evicted pod leave.
+
+        A kubelet is never faster than that. Of a pod that was, only the one made again under its name is seen, and
+        the budget takes that for the leaving one and lets nothing go, for two minutes.
+        """
+        while True:
+            budgets = (await self._client.request("GET", path("PodDisruptionBudget", namespace)))["items"]
+            if not any(name in (budget.get("status", {}).get("disruptedPods") or {}) for budget in budgets):
+                return
+            await asyncio.sleep(0.05)
 
     async def _bind(self, pod: _Pod) -> None:
         meta = pod.obj["metadata"]

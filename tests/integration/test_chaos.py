@@ -52,6 +52,8 @@ def test_killed_at_random_points_it_converges(space: Space, installed: Installed
         operator.start()
     for name in names:
         space.until_ready(name)
+        # What was scaled away may still leave, and how it ended is told then.
+        space.until_condition(name, "Draining", status="False")
     assert_whole(space, names)
     # What a process that was never interrupted would have made: it finds nothing to do.
     operator.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 from functools import partial
 
@@ -176,6 +177,23 @@ def test_a_second_budget_holds_a_rollout_and_is_named(chat: Space) -> None:
     )
     assert uids(chat, "decode") == before
     chat.until_condition("chat", "DecodeReady", reason="RollingOut")
+
+
+def test_a_pod_that_the_budget_takes_for_leaving_is_named_and_waited_for(chat: Space) -> None:
+    """As after an eviction whose pod came back under its name before the disruption controller saw it leave."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    evicted = partial(chat.patch, "PodDisruptionBudget", "chat-decode", subresource="status")
+    evicted({"status": {"disruptedPods": {"chat-decode-1": now}}})
+    before = uids(chat, "decode")
+    edited = chat.edit("chat", decode={"replicas": 3, "maxNumSeqs": 9})
+    chat.until(
+        "what the budget lacks, and the pod, are named",
+        lambda: "has 2 currently); the budget counts chat-decode-1 as leaving" in _said(chat) or None,
+        last=lambda: _said(chat),
+    )
+    assert uids(chat, "decode") == before
+    evicted({"status": {"disruptedPods": {"chat-decode-1": None}}})
+    chat.until_ready("chat", edited["metadata"]["generation"])
 
 
 def _others(space: Space, known: set[str]) -> bool:

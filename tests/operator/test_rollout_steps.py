@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from glm52_operator import names
-from glm52_operator.reconcile.kinds import BY_KIND, POD
+from glm52_operator.reconcile.kinds import BUDGET, BY_KIND, POD
 from tests.operator.conftest import FakeClock
 from tests.operator.world import KEY, World, new_world
 
@@ -83,6 +83,25 @@ async def test_a_disruption_budget_without_room_is_waited_for_and_named(world: W
     world.api.refuse = lambda verb, kind, name: None
     await world.run()
     assert gone(world) == [("create", "chat-decode-0/eviction")]
+
+
+async def test_a_pod_that_a_budget_takes_for_leaving_is_named_with_the_end_of_it(world: World) -> None:
+    budget = world.api.find("PodDisruptionBudget", "chat-decode")
+    budget["status"] = {
+        "disruptedPods": {"chat-decode-1": "2026-01-01T10:00:30Z", "chat-decode-9": "2026-01-01T10:09:00Z"}
+    }
+    world.api.put(BUDGET, budget)
+    refusal = "Cannot evict pod as it would violate the pod's disruption budget."
+    world.api.refuse = lambda verb, kind, name: (429, refusal) if name.endswith("/eviction") else None
+    await world.run()
+    message = world.condition("DecodeReady")["message"]
+    assert "budget; the budget counts chat-decode-1 as leaving, which was made again, until 10:02:30 UTC." in message
+    await world.list_all()
+    leaving = world.api.find("Pod", "chat-decode-1")
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T10:00:31Z"
+    world.api.put(POD, leaving)
+    await world.run()
+    assert "as leaving" not in world.condition("DecodeReady")["message"]
 
 
 @pytest.mark.parametrize("code", [404, 409])

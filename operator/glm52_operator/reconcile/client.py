@@ -154,9 +154,16 @@ class Api:
             subresource=subresource,
         )
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
-        """Only the object of this uid and, where given, of this resource version: else it is refused with a 409."""
-        body = {"preconditions": _preconditions(uid, version), "propagationPolicy": "Background"}
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None, grace: int | None = None
+    ) -> None:
+        """Only the object of this uid and, where given, of this resource version: else it is refused with a 409.
+
+        `grace`: seconds for a pod to end, in place of its own terminationGracePeriodSeconds.
+        """
+        body: Object = {"preconditions": _preconditions(uid, version), "propagationPolicy": "Background"}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
         await self._maybe("delete", kind, namespace, name, method="DELETE", body=body)
 
     async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
@@ -286,6 +293,10 @@ def _preconditions(uid: str, version: str | None) -> Object:
 def _message(data: bytes) -> str:
     """The API server's own words, or what a proxy in between said."""
     try:
-        return str(json.loads(data)["message"])
-    except (ValueError, KeyError, TypeError):
+        status = json.loads(data)
+        text = str(status["message"])
+        causes = [str(cause["message"]) for cause in (status.get("details") or {}).get("causes") or ()]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return data.decode(errors="replace").strip()[:500]
+    # Of a refused eviction only the causes name the budget, and what it lacks.
+    return " ".join([text, *(f"({cause})" for cause in causes if cause not in text)])

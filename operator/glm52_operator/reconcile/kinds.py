@@ -39,6 +39,7 @@ EVENT_V1 = Kind("events.k8s.io", "v1", "Event", "events")
 """Written."""
 REVIEW = Kind("authorization.k8s.io", "v1", "SelfSubjectRulesReview", "selfsubjectrulesreviews")
 """A question, though it is asked by a create."""
+BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 
 CHILDREN: tuple[Kind, ...] = (
@@ -48,7 +49,7 @@ CHILDREN: tuple[Kind, ...] = (
     Kind("", "v1", "Service", "services"),
     Kind("apps", "v1", "StatefulSet", "statefulsets"),
     Kind("apps", "v1", "Deployment", "deployments"),
-    Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    BUDGET,
 )
 """Kinds that are applied and pruned."""
 

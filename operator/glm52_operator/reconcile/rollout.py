@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from glm52_engine.config import Role
+from glm52_operator import names
+from glm52_operator.plan.budgets import taken_for_leaving
 from glm52_operator.plan.events import Notice
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.rollout import Host, Replacement, State
 from glm52_operator.reconcile.apply import failure_of
 from glm52_operator.reconcile.client import Api, ApiError
-from glm52_operator.reconcile.kinds import POD
+from glm52_operator.reconcile.kinds import BUDGET, POD
 from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.status.conditions import timestamp
 
@@ -55,12 +57,17 @@ class Roller:
                 await self.api.delete(POD, key[0], host.name, uid=host.uid, version=host.version)
         except ApiError as error:
             if error.code not in _GONE_OR_CHANGED:
-                rolled.held[replacement.role] = f"{host.name} is not let go: {error.text}"
+                rolled.held[replacement.role] = f"{host.name} is not let go: {self._reason(key, replacement, error)}"
                 rolled.failures += [] if _is_budget(error) else [failure_of(error)]
             return False
         deadline = self.utcnow() + datetime.timedelta(seconds=host.grace)
         self.store.expect_leaving(POD, key[0], host.name, host.uid, timestamp(deadline))
         return True
+
+    def _reason(self, key: Key, replacement: Replacement, error: ApiError) -> str:
+        budget = self.store.get(BUDGET, key[0], names.role(key[1], replacement.role)) if _is_budget(error) else None
+        more = taken_for_leaving(budget, self.store.owned(POD, key)) if budget else ""
+        return f"{error.text.rstrip('.')}; {more}" if more else error.text
 
 
 def _is_budget(error: ApiError) -> bool:

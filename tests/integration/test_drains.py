@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from e2e.controlplane.client import Object
-from e2e.controlplane.operator import Process
+from e2e.controlplane.operator import Installed, Process
 from e2e.controlplane.space import Space, deployment
 from e2e.controlplane.standin import FOREVER, Exit, Kubelets, Life, termination
 
@@ -56,7 +56,10 @@ def test_a_pod_that_is_scaled_away_is_followed_to_its_end(
     assert "crashes" not in (space.seen("GLM52Deployment", "chat") or {})["status"]
 
 
-def test_an_end_that_no_operator_saw_is_not_called_drained(space: Space, operator: Process, kubelets: Kubelets) -> None:
+def test_an_end_that_no_operator_saw_is_not_called_drained(
+    space: Space, installed: Installed, kubelets: Kubelets
+) -> None:
+    operator = installed.start(hurry=10)
     kubelets.live(Life(drain=FOREVER), space.name, "decode")
     space.apply(deployment("chat", decode={"replicas": 2}))
     space.until_ready("chat")

@@ -288,3 +288,6 @@ class Termination(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError:
             return None
+    consequence: bool = Field(
+        default=False, description="Another host of the replica ended, or was told to, and this one with it."
+    )

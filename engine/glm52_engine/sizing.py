@@ -113,9 +113,14 @@ def unpin_seconds(role: RoleConfig) -> int:
     return int(role.ranks_per_host * role.host_pool_gib * UNPIN_SECONDS_PER_GIB) + 1
 
 
+def stop_seconds(role: RoleConfig) -> int:
+    """The end of a pod that has nothing to drain = unpin + margin: no SIGKILL meets a running unpin."""
+    return unpin_seconds(role) + SHUTDOWN_MARGIN_SECONDS
+
+
 def grace_period_seconds(role: RoleConfig, drain: DrainConfig) -> int:
-    """terminationGracePeriodSeconds = propagation + drain window + unpin + margin: no SIGKILL meets a running unpin."""
-    return PROPAGATION_SECONDS + drain.window_seconds + unpin_seconds(role) + SHUTDOWN_MARGIN_SECONDS
+    """terminationGracePeriodSeconds = propagation + drain window + what a pod with nothing to drain takes."""
+    return PROPAGATION_SECONDS + drain.window_seconds + stop_seconds(role)
 
 
 def startup_budget_seconds(role: RoleConfig, *, weights_gib: int, accelerator: Accelerator) -> int:

@@ -101,7 +101,9 @@ class FakeApi:
         obj["metadata"]["annotations"] = {**obj["metadata"].get("annotations", {}), **annotations}
         return self.put(kind, obj)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None) -> None:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, version: str | None = None, grace: int | None = None
+    ) -> None:
         self._remove("delete", kind, namespace, name, uid, version)
 
     async def evict(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:

@@ -248,6 +248,7 @@ async def test_a_pod_that_does_not_get_away_is_an_alarm_with_its_node(
     assert not [write for write in world.api.writes if write[0] == "delete"]
 
 
+GRACE = 17
 RULES = CrashPolicy(backoff_base=60, backoff_max=600, max_restarts=4, reset=datetime.timedelta(hours=1))
 
 
@@ -264,7 +265,7 @@ def fallen(*seconds: float, latched: bool = False) -> Series:
 
 def test_the_hosts_of_a_replica_that_crashed_begin_anew_together_once_it_may_start() -> None:
     hosts = [host(n, -500) for n in range(4)]
-    members = {"chat-decode-0": Members(4, hosts)}
+    members = {"chat-decode-0": Members(4, hosts, GRACE)}
     first = actions([fallen(-5)], members, RULES, NOW)
     assert [(type(a), a.pod) for a in first] == [(Restart, f"chat-decode-{n}") for n in range(4)]
     # After the second crash they wait, every one of them, and go when the time is over.
@@ -274,9 +275,10 @@ def test_the_hosts_of_a_replica_that_crashed_begin_anew_together_once_it_may_sta
     assert len(actions([fallen(-200, -65)], members, RULES, NOW)) == 4
     # What was made since, what leaves, and a replica that came back by itself are left alone.
     mixed = [host(0, -500), host(1, -2), host(2, -500, leaving=True)]
-    assert [a.pod for a in actions([fallen(-5)], {"chat-decode-0": Members(4, mixed)}, RULES, NOW)] == ["chat-decode-0"]
+    left = {"chat-decode-0": Members(4, mixed, GRACE)}
+    assert [a.pod for a in actions([fallen(-5)], left, RULES, NOW)] == ["chat-decode-0"]
     well = [host(n, -500, ready=True) for n in range(4)]
-    assert actions([fallen(-5)], {"chat-decode-0": Members(4, well)}, RULES, NOW) == []
+    assert actions([fallen(-5)], {"chat-decode-0": Members(4, well, GRACE)}, RULES, NOW) == []
 
 
 def test_pods_are_counted_by_the_replica_that_they_are_hosts_of() -> None:
@@ -295,12 +297,12 @@ def test_pods_are_counted_by_the_replica_that_they_are_hosts_of() -> None:
 
 
 def test_one_host_alone_is_its_kubelets_to_restart() -> None:
-    assert actions([fallen(-5)], {"chat-decode-0": Members(1, [host(0, -500)])}, RULES, NOW) == []
+    assert actions([fallen(-5)], {"chat-decode-0": Members(1, [host(0, -500)], GRACE)}, RULES, NOW) == []
 
 
 def test_a_hold_that_is_right_is_not_written_again_and_one_that_is_over_is_left() -> None:
     held = Hold(until=at(55), why="crashed 2 times within 3600 s")
-    right = {"chat-decode-0": Members(1, [host(0, -500, hold=held)])}
+    right = {"chat-decode-0": Members(1, [host(0, -500, hold=held)], GRACE)}
     assert actions([fallen(-100, -5)], right, RULES, NOW) == []
     assert actions([fallen(-100, -5)], right, RULES, at(56)) == []
     other = actions([fallen(-100, -5, -1)], right, RULES, NOW)

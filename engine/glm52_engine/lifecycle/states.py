@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from glm52_engine.lifecycle.phases import Phase
 
 STUCK_AFTER_SECONDS = 60.0
 """Work is queued and no step has finished for so long: the step loop is wedged, not busy."""
@@ -75,7 +78,14 @@ class Probe:
     body: dict[str, Any]
 
 
-def startup_probe(state: State) -> Probe:
+def startup_probe(state: State, phases: Iterable[tuple[str, Phase]] = ()) -> Probe:
+    """`phases`: host and phase of what is over."""
+    probe = _startup(state)
+    told = [{"host": host, **asdict(phase)} for host, phase in phases]
+    return Probe(probe.status, probe.body | ({"phases": told} if told else {}))
+
+
+def _startup(state: State) -> Probe:
     if state.stage is Stage.STARTING and state.held:
         # The budget of the startup probe is for starting; while a pod waits for its turn it must not be killed.
         return Probe(200, {"status": "held", "phase": state.phase})

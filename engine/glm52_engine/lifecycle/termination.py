@@ -43,7 +43,15 @@ def stack_of(thread: str) -> str:
     return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
 
 
-def leave(outcome: Outcome, role: str, message: str, *, in_flight: int = 0, rank: int | None = None) -> int:
+def leave(
+    outcome: Outcome,
+    role: str,
+    message: str,
+    *,
+    in_flight: int = 0,
+    rank: int | None = None,
+    consequence: bool = False,
+) -> int:
     """Writes the termination message and returns the exit code that goes with it.
 
     A crash leaves its evidence there as well: a marker, the rank, and the last log lines from before this call.
@@ -59,6 +67,7 @@ def leave(outcome: Outcome, role: str, message: str, *, in_flight: int = 0, rank
         rank=rank,
         code=code,
         log=last_lines() if crashed else (),
+        consequence=consequence,
     )
     level = logging.INFO if code == 0 else logging.ERROR
     extra: dict[str, object] = {"outcome": outcome.value, "exit_code": code, "cut_off": in_flight}

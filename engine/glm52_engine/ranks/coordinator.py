@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from glm52_engine.config import ConfigError
+from glm52_engine.lifecycle.phases import Phase, Phases
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.ranks.books import Books
 from glm52_engine.ranks.collectives import serve_store
@@ -28,14 +29,12 @@ from glm52_engine.ranks.messages import (
     Agent,
     Join,
     Order,
-    Phase,
     RankOrder,
     RankResult,
     Shape,
     Shutdown,
     Terms,
 )
-from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.race import unless
 from glm52_engine.ranks.remote import RemoteHost, ReplicaFailed
 from glm52_engine.ranks.spans import LOCAL, RankHost, RankSpan
@@ -75,10 +74,10 @@ class Coordinator:
         """With all events of a step."""
         self.failure: ReplicaFailed | ConfigError | None = None
         self.parts: HostParts | None = None
-        self.phases: dict[str, list[Phase]] = {}
-        """Of each host: how the start spent its time."""
         self.on_notice: Callable[[bytes], None] = lambda notice: None
         """When a peer has read KV of a rank host, with what it attached."""
+        self.on_leaving: Callable[[str], None] = lambda why: None
+        """When a rank host was asked to end: the replica has to be drained, since every step needs all hosts."""
         self._own_phases = phases
         self._books: Books | None = None
         self._hosts: list[RemoteHost] = []
@@ -100,6 +99,11 @@ class Coordinator:
 
     def abort(self, rank: int, key: str) -> None:
         self._command(lambda books: books.abort(rank, key))
+
+    @property
+    def phases(self) -> dict[str, list[Phase]]:
+        """Of each host: how the start spent its time."""
+        return {LOCAL: self._own_phases.done, **self._own_phases.others}
 
     @property
     def agents(self) -> list[Agent]:
@@ -189,7 +193,6 @@ class Coordinator:
         began = self._own_phases.now()
         await self._join(parts)
         self._own_phases.note("joining and first steps", began)
-        self.phases[LOCAL] = list(self._own_phases.done)
         self._books = Books(
             plan.terms.world,
             limits=parts.measures.step,
@@ -203,14 +206,17 @@ class Coordinator:
             remotes = await connect_hosts(
                 plan.local.rank_count, plan.hosts, plan.terms, plan.secret, seconds=plan.connect_seconds
             )
-            self._hosts = [RemoteHost(remote, self._note, lambda notice: self.on_notice(notice)) for remote in remotes]
+            self._hosts = [
+                RemoteHost(remote, self._note, lambda notice: self.on_notice(notice), lambda why: self.on_leaving(why))
+                for remote in remotes
+            ]
 
     async def _join(self, parts: HostParts) -> None:
         own = self._hosts[0].link.own_address if self._hosts else LOOPBACK
         store = await in_thread(lambda: serve_store(own))
         group, debug = secrets.token_hex(8), self.plan.debug
         for host in self._hosts:
-            await host.link.send(Join(host.link.own_address, store.port, group, debug))
+            await host.send(Join(host.link.own_address, store.port, group, debug))
         self._crew = Crew(self.plan.local, self.plan.terms.world, parts)
         await self._all(
             asyncio.gather(
@@ -238,7 +244,7 @@ class Coordinator:
     async def _step(self, shape: Shape, orders: Sequence[RankOrder]) -> list[RankResult]:
         for host in self._hosts:
             ranks = host.span.ranks
-            await host.link.send(Order(shape, tuple(orders[ranks.start : ranks.stop])))
+            await host.send(Order(shape, tuple(orders[ranks.start : ranks.stop])))
         assert self._crew is not None
         own, *others = await asyncio.gather(
             self._crew.execute(shape, orders[: self.plan.local.rank_count]),
@@ -291,5 +297,5 @@ class Coordinator:
         await asyncio.gather(*(host.end(shutdown) for host in self._hosts))
 
     def _note(self, host: str, phase: Phase) -> None:
-        self.phases.setdefault(host, []).append(phase)
+        self._own_phases.others.setdefault(host, []).append(phase)
         log.info("%s: %s took %.1f s", host, phase.name, phase.ended - phase.began)

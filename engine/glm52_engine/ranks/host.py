@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from glm52_engine.config import ConfigError
+from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.lifecycle.termination import last_line
 from glm52_engine.ranks.crew import Crew, RankFailed
 from glm52_engine.ranks.kv import HostAgent
@@ -23,13 +24,14 @@ from glm52_engine.ranks.messages import (
     Held,
     Join,
     Joined,
+    Leaving,
     Loaded,
     Message,
     Notice,
     Order,
+    PhaseOver,
     Shutdown,
 )
-from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.race import unless
 from glm52_engine.ranks.spans import RankSpan
 
@@ -58,12 +60,24 @@ class Ready:
 
 
 class Session:
-    """`run` ends by raising: Ended, LinkLost, ProtocolError, or what failed here, which the leader has been told."""
+    """`run` ends by raising: Ended, LinkLost, ProtocolError, or what failed here, which the leader has been told.
 
-    def __init__(self, link: Link, loading: asyncio.Future[Ready], span: RankSpan, world: int, phases: Phases) -> None:
+    `leaving` is set once this host was asked to end: the leader then drains the replica.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        loading: asyncio.Future[Ready],
+        span: RankSpan,
+        world: int,
+        phases: Phases,
+        leaving: asyncio.Event,
+    ) -> None:
         self.joined = False
         """From here on only the end of the process frees what the ranks hold."""
         self._link, self._loading, self._span, self._world, self._phases = link, loading, span, world, phases
+        self._leaving = leaving
         self._orders: asyncio.Queue[Join | Order] = asyncio.Queue()
         self._agent: HostAgent | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -73,7 +87,7 @@ class Session:
 
     async def run(self) -> NoReturn:
         self._watch = asyncio.create_task(self._listen())
-        self._reports = asyncio.create_task(self._report())
+        asides = [asyncio.create_task(work) for work in (self._report(), self._announce())]
         try:
             await self._follow()
         except (Ended, LinkLost):
@@ -87,7 +101,8 @@ class Session:
             raise
         finally:
             self._watch.cancel()
-            self._reports.cancel()
+            for aside in asides:
+                aside.cancel()
             if self._agent is not None:
                 self._agent.hold(False)
             if self._crew is not None:
@@ -102,11 +117,15 @@ class Session:
         told = 0
         while True:
             for phase in self._phases.done[told:]:
-                await self._tell(phase)
+                await self._tell(PhaseOver(phase.name, phase.began, phase.ended))
                 told += 1
             self._news.clear()
             if told == len(self._phases.done):
                 await self._news.wait()
+
+    async def _announce(self) -> None:
+        await self._leaving.wait()
+        await self._tell(Leaving())
 
     async def _follow(self) -> NoReturn:
         ready = await self._unless_ended(asyncio.shield(self._loading))

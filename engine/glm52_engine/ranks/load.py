@@ -10,8 +10,8 @@ from pathlib import Path
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_fingerprint, weight_bytes
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.kv import Pool
+from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.ranks.messages import Terms
-from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.spans import RankSpan, experts_of
 from glm52_engine.runtime.load import Measures, kv_contract, measure
 from glm52_engine.runtime.preflight import check_memory, memory_limit

@@ -7,7 +7,7 @@ Handshake, on every new connection:
 Then, until one of them closes:
 
     leader → Join, Order, Fetch, Held, Shutdown, Beat
-    rank host → Phase, Loaded, Joined, Done, Fetched, Notice, Failed, Beat
+    rank host → PhaseOver, Loaded, Joined, Done, Fetched, Notice, Leaving, Failed, Beat
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.runtime.rank import Event
 from glm52_engine.runtime.types import Sampling, Token
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a message changes its meaning."""
 
 
@@ -86,8 +86,8 @@ class Refused(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Phase(_Message):
-    """A piece of the host's start is over; `began` and `ended` in seconds since its process began."""
+class PhaseOver(_Message):
+    """See `lifecycle.phases.Phase`; of the host's start."""
 
     name: str
     began: float
@@ -257,6 +257,13 @@ class Notice(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving(_Message):
+    """The host was asked to end. It computes on until the leader has drained, and ends with the replica."""
+
+    kind: Literal["leaving"] = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(_Message):
     """The host cannot go on. `rank`: the one that failed, where one did. `refused`: the checkpoint or configuration can
     never work. `consequence`: all that is known is that another rank left."""
@@ -286,7 +293,7 @@ class Beat(_Message):
 
 Message = (
     Challenge | Hello | Accepted | Refused
-    | Phase | Loaded | Joined | Done | Fetched | Notice | Failed
+    | PhaseOver | Loaded | Joined | Done | Fetched | Notice | Leaving | Failed
     | Join | Order | Fetch | Held | Shutdown
     | Beat
 )  # fmt: skip

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
+from glm52_engine.lifecycle.leftovers import is_first_process, sweep
+from glm52_engine.lifecycle.phases import Phase, Phases
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.lifecycle.threads import in_thread
@@ -30,8 +32,6 @@ from glm52_engine.ranks.host import Ended, Ready, Session
 from glm52_engine.ranks.kv import HostAgent
 from glm52_engine.ranks.link import LinkLost
 from glm52_engine.ranks.load import load_host, read_terms
-from glm52_engine.ranks.messages import Phase
-from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.reception import Reception
 from glm52_engine.ranks.spans import RankSpan
 
@@ -61,15 +61,20 @@ class RankHostOptions:
 
 @dataclass(frozen=True, slots=True)
 class End:
+    """Why the process leaves; `consequence`: since another host of the replica does."""
+
     outcome: Outcome
     message: str
     rank: int | None = None
+    consequence: bool = False
 
 
 def rank_host(options: RankHostOptions) -> int:
     """Runs until TERM, the leader's end or a failure; the exit code, after the termination message is written."""
     faulthandler.enable()
     logs.setup(f"{options.role} rank host")
+    if is_first_process():
+        sweep()
     try:
         config = read_engine_config(options.config)
         token = read_token(options.token_file)
@@ -86,7 +91,7 @@ def rank_host(options: RankHostOptions) -> int:
     except Exception as error:
         log.error("the rank host failed", exc_info=error)
         end = End(Outcome.CRASHED, last_line(error))
-    return leave(end.outcome, options.role, end.message, rank=end.rank)
+    return leave(end.outcome, options.role, end.message, rank=end.rank, consequence=end.consequence)
 
 
 class HostProcess:
@@ -123,6 +128,7 @@ class HostProcess:
                         self.options.probe_port,
                         started=lambda: loading.done() or self._held,
                         ready=self._is_joined,
+                        phases=lambda: phases.done,
                     )
                 )
             return await self._serve(reception, loading, phases)
@@ -144,7 +150,8 @@ class HostProcess:
             failed.cancel()
             if leader.done():
                 world = sum(self._counts)
-                end = await self._with_leader(Session(leader.result(), loading, self._span, world, phases))
+                session = Session(leader.result(), loading, self._span, world, phases, self._terminated)
+                end = await self._with_leader(session)
                 if end is not None:
                     return end
                 await reception.part()
@@ -161,18 +168,20 @@ class HostProcess:
             await session.run()
         except Ended as end:
             if end.crashed:
-                return End(Outcome.CRASHED, f"the replica failed: {end}")
-            return End(Outcome.DRAINED, f"ended by the leader: {end}")
+                return End(Outcome.CRASHED, f"the replica failed: {end}", consequence=True)
+            return End(Outcome.DRAINED, f"ended by the leader: {end}", consequence=not self._terminated.is_set())
         except (LinkLost, ProtocolError) as error:
             log.warning("leader lost", extra={"reason": str(error), "joined": session.joined})
             if self._terminated.is_set():
                 return End(Outcome.DRAINED, f"asked to end, and {error}")
-            return End(Outcome.CRASHED, str(error)) if session.joined else None
+            if not session.joined:
+                return None
+            return End(Outcome.CRASHED, str(error), consequence=isinstance(error, LinkLost))
         except ConfigError as error:
             return End(Outcome.CONFIG_REFUSED, str(error))
         except RankFailed as error:
             log.error("a rank failed", exc_info=error)
-            return End(Outcome.CRASHED, str(error), error.rank)
+            return End(Outcome.CRASHED, str(error), error.rank, error.consequence)
         except Exception as error:
             log.error("the session failed", exc_info=error)
             return End(Outcome.CRASHED, last_line(error))
@@ -209,7 +218,7 @@ class HostProcess:
             raise
 
     def _on_term(self, name: str) -> None:
-        """With a leader nothing else happens: the leader drains, and its requests need our ranks until it is done."""
+        """A leader is told, and drains: its requests need our ranks until it is done."""
         log.info("asked to end", extra={"by": name, "leader": self._session is not None})
         self._terminated.set()
 

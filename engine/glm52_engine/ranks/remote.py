@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from glm52_engine.config import ConfigError
+from glm52_engine.lifecycle.phases import Phase
 from glm52_engine.ranks.connect import Remote
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.kv import bytes_of, fetch_of, settle
@@ -19,10 +20,11 @@ from glm52_engine.ranks.messages import (
     Fetched,
     Held,
     Joined,
+    Leaving,
     Loaded,
     Message,
     Notice,
-    Phase,
+    PhaseOver,
     RankResult,
     Shape,
     Shutdown,
@@ -42,10 +44,25 @@ class ReplicaFailed(Exception):
         self.consequence = consequence
 
 
-class RemoteHost:
-    """A rank host as the leader hears it."""
+class HostLost(ReplicaFailed):
+    """A rank host is gone or frozen; what became of it, only its own pod can tell."""
 
-    def __init__(self, remote: Remote, told: Callable[[str, Phase], None], noticed: Callable[[bytes], None]) -> None:
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the cause lies with another host, and is told there."""
+    return isinstance(error, HostLost) or (isinstance(error, ReplicaFailed) and error.consequence)
+
+
+class RemoteHost:
+    """A rank host as the leader hears it. `leaving` is told why the replica has to end in order."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        told: Callable[[str, Phase], None],
+        noticed: Callable[[bytes], None],
+        leaving: Callable[[str], None],
+    ) -> None:
         self.span, self.link = remote.span, remote.link
         self.loaded, self.joined = asyncio.Event(), asyncio.Event()
         self._done: asyncio.Queue[Done] = asyncio.Queue()
@@ -54,11 +71,18 @@ class RemoteHost:
         self._fetches: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
-        self._told, self._noticed = told, noticed
+        self._told, self._noticed, self._leaving = told, noticed, leaving
         self.watch = asyncio.create_task(self._listen())
 
     def __str__(self) -> str:
         return f"rank host {self.span.host} ({self.span})"
+
+    async def send(self, message: Message) -> None:
+        """Raises HostLost."""
+        try:
+            await self.link.send(message)
+        except LinkLost as error:
+            raise HostLost(f"{self}: {error}", rank=self.span.first_rank) from error
 
     async def result(self, shape: Shape) -> list[RankResult]:
         """What the step brought on the host's ranks. Raises ReplicaFailed for another step's."""
@@ -111,12 +135,14 @@ class RemoteHost:
                         raise ConfigError(f"{self}: {said.reason}")
                     raise ReplicaFailed(f"{self}: {said.reason}", rank=said.rank, consequence=said.consequence)
                 self._take(said)
-        except (LinkLost, ProtocolError) as error:
+        except LinkLost as error:
+            raise HostLost(f"{self}: {error}", rank=self.span.first_rank) from error
+        except ProtocolError as error:
             raise ReplicaFailed(f"{self}: {error}", rank=self.span.first_rank) from error
 
     def _take(self, said: Message) -> None:
-        if isinstance(said, Phase):
-            self._told(self.span.host, said)
+        if isinstance(said, PhaseOver):
+            self._told(self.span.host, Phase(said.name, said.began, said.ended))
         elif isinstance(said, Loaded):
             self.agent = said.agent
             self.loaded.set()
@@ -128,5 +154,7 @@ class RemoteHost:
             settle(self._fetches.pop(said.number), said)
         elif isinstance(said, Notice):
             self._noticed(bytes_of(said.data))
+        elif isinstance(said, Leaving):
+            self._leaving(f"{self} was asked to end")
         else:
-            raise unexpected(said, Phase, Loaded, Joined, Done, Fetched, Notice, Failed)
+            raise unexpected(said, PhaseOver, Loaded, Joined, Done, Fetched, Notice, Leaving, Failed)

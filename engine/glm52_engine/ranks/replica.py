@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm52_engine.config import ConfigError, EngineConfig, Role
+from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.lifecycle.start import read_token
 from glm52_engine.ranks.coordinator import Coordinator, Plan
 from glm52_engine.ranks.kv import ReplicaAgent
 from glm52_engine.ranks.load import load_host, read_terms
-from glm52_engine.ranks.phases import Phases
 from glm52_engine.ranks.remote import ReplicaFailed
 from glm52_engine.ranks.spans import RankHost
 from glm52_engine.runtime.engine import LocalEngine
@@ -113,6 +113,7 @@ def make_coordinator(
     hosts: Sequence[RankHost],
     *,
     token_file: str | Path,
+    phases: Phases,
     say: Say,
     debug: bool = False,
     launch_ahead: bool | None = None,
@@ -122,8 +123,6 @@ def make_coordinator(
     `launch_ahead` None: as the configuration has it, but never on a CPU, where nothing runs beside the host.
     """
     check_supported(config, role)
-    phases = Phases(lambda phase: say(f"{phase.name}: {phase.ended - phase.began:.1f} s"))
-    phases.note("starting the process", 0.0)
     own = config.role(role)
     measures, terms = read_terms(config, role, (own.ranks_per_host, *(host.ranks for host in hosts)), phases)
     plan = Plan(
@@ -141,10 +140,21 @@ def make_coordinator(
 
 
 def load_replica(
-    config: EngineConfig, role: Role, hosts: Sequence[RankHost], *, token_file: str, say: Say
+    config: EngineConfig,
+    role: Role,
+    hosts: Sequence[RankHost],
+    *,
+    token_file: str,
+    phases: Phases,
+    say: Say,
+    on_leaving: Callable[[str], None],
 ) -> ReplicaEngine:
-    """Blocking: until every rank of every host has computed its first steps. Raises ConfigError and ReplicaFailed."""
-    coordinator = make_coordinator(config, role, hosts, token_file=token_file, say=say)
+    """Blocking: until every rank of every host has computed its first steps. Raises ConfigError and ReplicaFailed.
+
+    `on_leaving`, on another thread and from the start on: a host was asked to end, so the replica has to be drained.
+    """
+    coordinator = make_coordinator(config, role, hosts, token_file=token_file, phases=phases, say=say)
+    coordinator.on_leaving = on_leaving
     try:
         coordinator.bring_up()
     except BaseException:

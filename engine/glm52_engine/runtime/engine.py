@@ -134,12 +134,12 @@ class LocalEngine:
             # On a CPU nothing runs beside the host: a step ahead would only hold up the tokens of the one before.
             launch_ahead=role.launch_ahead and accelerator != "cpu",
         )
-        engine.warm_up(on_phase)
+        on_phase("first forward" if accelerator == "cpu" else "capturing graphs and first forward")
+        engine.warm_up()
         return engine
 
-    def warm_up(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+    def warm_up(self) -> None:
         """A real prefill and decode on every rank, before `start`."""
-        on_phase("first forward")
         for rank in self._ranks:
             rank.warm_up()
 

@@ -122,7 +122,7 @@ def _probes(app: FastAPI, pod: Pod) -> None:
 
     @app.get(STARTUPZ)
     async def startupz() -> JSONResponse:
-        return answer(startup_probe(pod.life.state))
+        return answer(startup_probe(pod.life.state, pod.start_phases()))
 
     @app.get(LIVEZ)
     async def livez() -> JSONResponse:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm52_engine.config import ConfigError, EngineConfig, Role, StoreConfig
+from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.runtime.types import Engine
 from glm52_engine.tokenizer import Tokenizer
 from glm52_engine.transfer.agent import KvAgent, TransferAgent
@@ -24,10 +25,15 @@ def load_engine(
     *,
     rank_hosts: Sequence[str] = (),
     token_file: str = "",
+    phases: Phases | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    on_leaving: Callable[[str], None] = lambda why: None,
 ) -> tuple[Engine, Tokenizer, type[Exception]]:
     """The engine, its tokenizer, and what its calls raise when it stops. Raises ConfigError for what can never work.
 
-    `rank_hosts`: HOST:PORT of the other pods of the replica, which share the secret of `token_file`.
+    `on_phase` is told of phases that follow each other, and may raise to give the start up. A replica of several hosts
+    has phases that overlap: they go to `phases`, and `say` gets how far they are. `rank_hosts`: HOST:PORT of its other
+    pods, which share the secret of `token_file`; `on_leaving` is told when one of them was asked to end.
     """
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
@@ -43,8 +49,11 @@ def load_engine(
 
         ranks = config.role(role).ranks_per_host
         hosts = [RankHost.parse(text, ranks) for text in rank_hosts]
-        return load_replica(config, role, hosts, token_file=token_file, say=on_phase), tokenizer, EngineStopped
-    engine = LocalEngine.load(
+        phases = phases or Phases()
+        phases.finish()
+        engine = load_replica(config, role, hosts, token_file=token_file, phases=phases, say=say, on_leaving=on_leaving)
+        return engine, tokenizer, EngineStopped
+    local = LocalEngine.load(
         Path(config.model.path),
         config.role(role),
         max_model_len=config.model.max_model_len,
@@ -55,9 +64,9 @@ def load_engine(
     )
     store = config.role(role).store
     if store is not None:
-        engine.use_store(_started(store, engine))
-    engine.start()
-    return engine, tokenizer, EngineStopped
+        local.use_store(_started(store, local))
+    local.start()
+    return local, tokenizer, EngineStopped
 
 
 def _started(config: StoreConfig, engine: LocalEngine) -> PrefixStore:
@@ -73,6 +82,13 @@ def _started(config: StoreConfig, engine: LocalEngine) -> PrefixStore:
     )
     store.start()
     return store
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the cause of an engine's failure lies with another pod, and is told there."""
+    from glm52_engine.ranks import remote
+
+    return remote.is_consequence(error)
 
 
 def agent_for(engine: Engine, own: TransferAgent, on_notice: Callable[[bytes], None]) -> KvAgent:

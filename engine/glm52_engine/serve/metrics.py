@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from glm52_engine.lifecycle.phases import Phase
 from glm52_engine.runtime.stored import StoreCounters
 from glm52_engine.runtime.types import Stats
 from glm52_engine.transfer.hold import TransferCounters
@@ -25,13 +26,19 @@ class _Snapshot(Collector):
     """Reads the engine's and the hand-off's counters when scraped: there is no second set that could disagree."""
 
     def __init__(
-        self, model: str, stats: Callable[[], Stats | None], kv: TransferCounters, leases: Callable[[], int]
+        self,
+        model: str,
+        stats: Callable[[], Stats | None],
+        kv: TransferCounters,
+        leases: Callable[[], int],
+        phases: Callable[[], Iterable[tuple[str, Phase]]],
     ) -> None:
         self._model = model
         self._stats = stats
         self._kv = kv
         self._leases = leases
 
+        self._phases = phases
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats is not None:
@@ -55,6 +62,12 @@ class _Snapshot(Collector):
         yield ends
         yield GaugeMetricFamily("glm52_kv_leases", "Prompts whose KV is held for a decode peer", value=self._leases())
 
+        start = GaugeMetricFamily(
+            "glm52_startup_phase_seconds", "Time of each phase of the start; phases overlap", labels=["host", "phase"]
+        )
+        for host, phase in self._phases():
+            start.add_metric([host, phase.name], phase.ended - phase.began)
+        yield start
     def _engine(self, stats: Stats) -> Iterator[Metric]:
         used = 1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
         gauges: dict[str, tuple[str, float]] = {
@@ -109,12 +122,18 @@ class Metrics:
     """What is counted and timed per request. Every series but those by status exists from the start, at zero."""
 
     def __init__(
-        self, model: str, stats: Callable[[], Stats | None], kv: TransferCounters, leases: Callable[[], int]
+        self,
+        model: str,
+        stats: Callable[[], Stats | None],
+        kv: TransferCounters,
+        leases: Callable[[], int],
+        phases: Callable[[], Iterable[tuple[str, Phase]]] = tuple,
     ) -> None:
         self.model = model
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Snapshot(model, stats, kv, leases))
+        self._registry.register(_Snapshot(model, stats, kv, leases, phases))
         self.success = self._counter("vllm:request_success", "Requests that finished", "finished_reason")
+        """`phases`: host and phase of the start."""
         self.aborted = self._counter("glm52_requests_aborted", "Requests whose client went away").labels(model)
         self.failed = self._counter("glm52_requests_failed", "Requests that were refused or failed", "status")
         seconds = self._histogram

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.life import Life, Refused
+from glm52_engine.lifecycle.phases import Phase, Phases
 from glm52_engine.lifecycle.start import InternalToken
 from glm52_engine.runtime.types import Engine, EngineBusy, Logprobs, RequestError, Token
 from glm52_engine.serve.errors import DRAINING, KV_MISMATCH, ApiError, bad, unavailable
@@ -48,10 +49,17 @@ class Pod:
     address: str
     token: InternalToken
     life: Life
+    phases: Phases
+    """Of the start."""
     counters: TransferCounters
     metrics: Metrics
     loaded: Loaded | None = None
     failure: str = ""
+
+    def start_phases(self) -> list[tuple[str, Phase]]:
+        """Host and phase; of all hosts of a replica."""
+        every = {self.host: self.phases.done, **self.phases.others}
+        return [(host, phase) for host, phases in every.items() for phase in list(phases)]
 
     def parts(self) -> Loaded:
         if self.loaded is None:

@@ -24,12 +24,13 @@ from glm52_engine.lifecycle import logs, trace
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.leftovers import is_first_process, sweep
 from glm52_engine.lifecycle.life import Life
+from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
 from glm52_engine.lifecycle.termination import host_name, last_line, leave, stack_of
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.serve.app import make_app
-from glm52_engine.serve.load import agent_for, load_engine
+from glm52_engine.serve.load import agent_for, is_consequence, load_engine
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.pod import Loaded, Pod
 from glm52_engine.sizing import PROPAGATION_SECONDS, startup_budget_seconds, unpin_seconds
@@ -42,6 +43,8 @@ from glm52_engine.transfer.peers import Puller
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+WHOLE_START = "everything"
+"""Name of the phase from the process's first moment until it is ready."""
 LAST_WORDS_SECONDS = 2.0
 """For handlers to tell their clients that the request was cut off."""
 
@@ -60,11 +63,13 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why the process leaves; `rank`: the one that failed, where one did."""
+    """Why the process leaves; `rank`: the one that failed, where one did; `consequence`: as another host of the replica
+    does, or shall."""
 
     outcome: Outcome
     message: str
     rank: int | None = None
+    consequence: bool = False
 
 
 def serve(options: ServeOptions) -> int:
@@ -101,11 +106,14 @@ class Process:
         self._listener = listener
         self._ended: asyncio.Future[End]
         self._terminated = asyncio.Event()
+        self._leaving_with = ""
+        """Why the replica is drained though nobody has told this pod to go."""
         self._tasks: list[asyncio.Task[None]] = []
         self._loading: asyncio.Future[Any] | None = None
         ip = os.environ.get("POD_IP") or "127.0.0.1"
         port = listener.getsockname()[1]
         counters = TransferCounters()
+        phases = Phases(lambda phase: log.info("%s: %.1f s", phase.name, phase.ended - phase.began))
         self.life = Life(
             window=config.drain.window_seconds,
             propagation=options.propagation,
@@ -118,18 +126,21 @@ class Process:
             address=f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}",
             token=token,
             life=self.life,
+            phases=phases,
             counters=counters,
             metrics=Metrics(
                 config.model.name,
                 lambda: self.pod.loaded.engine.stats() if self.pod.loaded else None,
                 counters,
                 lambda: self.life.held(),
+                lambda: self.pod.start_phases(),
             ),
         )
 
     async def run(self) -> int:
         self._ended = asyncio.get_running_loop().create_future()
         install_signals(self.terminate)
+        self.pod.phases.note("starting the process", 0.0)
         server = QuietServer(make_app(self.pod))
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
         log.info("listening", extra={"address": self.pod.address})
@@ -147,10 +158,21 @@ class Process:
         self.life.drain(name)
         self._terminated.set()
 
-    def _end(self, outcome: Outcome, message: str, rank: int | None = None) -> None:
+    def leave_with(self, why: str) -> None:
+        """A rank host was asked to end: without it no step is possible, so all of the replica goes as after a TERM."""
+        log.info("the replica has to go", extra={"reason": why})
+        if not self._terminated.is_set():
+            self._leaving_with = why
+        self.terminate(why)
+
+    def _end(self, outcome: Outcome, message: str, rank: int | None = None, *, consequence: bool = False) -> None:
         """The first cause is the one that is reported."""
         if not self._ended.done():
-            self._ended.set_result(End(outcome, message, rank))
+            self._ended.set_result(End(outcome, message, rank, consequence))
+
+    def _follows(self, error: BaseException) -> bool:
+        """Whether the cause lies with another host of the replica."""
+        return bool(self.options.rank_hosts) and is_consequence(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """A task without which the process would be half alive: it ends the process when it breaks."""
@@ -171,6 +193,8 @@ class Process:
             # The startup probe has passed while we waited, so that nobody else limits this start.
             async with asyncio.timeout(self._start_budget() if held else None):
                 self.pod.loaded = await self._loaded()
+            self.pod.phases.finish()
+            self.pod.phases.note(WHOLE_START, 0.0)
             self.life.ready()
             log.info("ready")
         except ConfigError as error:
@@ -182,7 +206,7 @@ class Process:
             log.info("the start was given up", extra={"phase": str(error)})
         except Exception as error:
             log.error("the start failed", exc_info=error)
-            self._end(Outcome.CRASHED, last_line(error))
+            self._end(Outcome.CRASHED, last_line(error), getattr(error, "rank", None), consequence=self._follows(error))
 
     def _start_budget(self) -> int:
         role = self.config.role(self.options.role)
@@ -193,27 +217,42 @@ class Process:
     async def _loaded(self) -> Loaded:
         loop = asyncio.get_running_loop()
 
-        def on_phase(phase: str) -> None:
+        def say(text: str) -> None:
             if self._terminated.is_set():
-                raise GivenUp(phase)
-            loop.call_soon_threadsafe(self.life.enter, phase)
+                raise GivenUp(text)
+            loop.call_soon_threadsafe(self.life.enter, text)
+
+        def on_phase(phase: str) -> None:
+            say(phase)
+            # Behind the colon stands how far it is.
+            self.pod.phases.enter(phase.partition(":")[0])
+
+        def on_leaving(why: str) -> None:
+            loop.call_soon_threadsafe(self.leave_with, why)
 
         options = self.options
         self._loading = in_thread(
             lambda: load_engine(
-                self.config, options.role, on_phase, rank_hosts=options.rank_hosts, token_file=options.token_file
+                self.config,
+                options.role,
+                on_phase,
+                rank_hosts=options.rank_hosts,
+                token_file=options.token_file,
+                phases=self.pod.phases,
+                say=say,
+                on_leaving=on_leaving,
             )
         )
         engine, tokenizer, stopped = await self._loading
         if self.config.accelerator == "nvidia":
             await self._watch_gpus()
-        self.life.enter("reading the vocabulary for grammars")
+        on_phase("reading the vocabulary for grammars")
         grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
         own = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=holder.expects)
         agent = agent_for(engine, own, holder.notice_from_agent)
-        self.life.enter("registering the KV pools for transfer")
+        on_phase("registering the KV pools for transfer")
         await in_thread(agent.start)
         print_of = fingerprint(engine)
         puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token.sent)
@@ -224,10 +263,12 @@ class Process:
         # The preStop hook drains and TERM comes after it: only TERM ends the process.
         await self._terminated.wait()
         if await self.life.until_drained():
-            self._end(Outcome.DRAINED, "drained: nothing was in flight")
+            outcome, words = Outcome.DRAINED, "drained: nothing was in flight"
         else:
-            window = self.config.drain.window_seconds
-            self._end(Outcome.DRAIN_TIMED_OUT, f"{self.life.in_flight} in flight after the window of {window} s")
+            outcome = Outcome.DRAIN_TIMED_OUT
+            words = f"{self.life.in_flight} in flight after the window of {self.config.drain.window_seconds} s"
+        why = f"; {self._leaving_with}" if self._leaving_with else ""
+        self._end(outcome, words + why, consequence=bool(why))
 
     async def _watch(self) -> None:
         while True:
@@ -269,7 +310,7 @@ class Process:
         if not self.pod.failure:
             log.error("crashed", exc_info=error, extra={"rank": rank})
         self.pod.failure = message
-        self._end(Outcome.CRASHED, message, rank)
+        self._end(Outcome.CRASHED, message, rank, consequence=self._follows(error))
 
     async def _leave(self, end: End, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
         cut_off = self.life.in_flight
@@ -283,7 +324,14 @@ class Process:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(http), LAST_WORDS_SECONDS)
         await asyncio.to_thread(trace.flush)
-        return leave(end.outcome, self.options.role, end.message, in_flight=cut_off, rank=end.rank)
+        return leave(
+            end.outcome,
+            self.options.role,
+            end.message,
+            in_flight=cut_off,
+            rank=end.rank,
+            consequence=end.consequence,
+        )
 
     async def _close(self, parts: Loaded) -> None:
         """Transfers end before the pools go: a peer must never read memory that is no longer ours."""

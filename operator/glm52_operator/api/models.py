@@ -435,7 +435,8 @@ class CrashStatus(_Model):
     rank: int | None = Field(default=None, json_schema_extra=_INT32, description="The rank that failed, if one did.")
     exit_code: int | None = Field(default=None, json_schema_extra=_INT32, description="Absent where nobody saw it.")
     reason: str = Field(
-        description="Crashed, Wedged, OOMKilled, Killed (by a signal), EndedUnasked, NodeLost, or the kubelet's word."
+        description="Crashed, Wedged, OOMKilled, Killed (by a signal), EndedUnasked, NodeLost, HostLost (another host "
+        "of the replica, of which nothing was heard), or the kubelet's word."
     )
     marker: str | None = Field(default=None, description="CRASH_<host>, where the engine could still write it.")
     time: str = Field(json_schema_extra=_TIME, description="When it ended.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm52_engine.config import CONFIG_PATH, HOLD_ENV, LIVEZ, MODEL_MOUNT, READYZ, STARTUPZ, Role
-from glm52_engine.sizing import SHARED_MEMORY, grace_period_seconds, startup_budget_seconds
+from glm52_engine.sizing import SHARED_MEMORY, grace_period_seconds, startup_budget_seconds, stop_seconds
 from glm52_operator import names
 from glm52_operator.desired import pods
 from glm52_operator.desired.config import kv_fingerprint
@@ -69,7 +69,9 @@ def _engine(target: Target, role: Role) -> Object:
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
         startupProbe=pods.http_probe(STARTUPZ, period=STARTUP_PERIOD, timeout=5, failures=-(-budget // STARTUP_PERIOD)),
-        livenessProbe=pods.http_probe(LIVEZ, period=10, timeout=5, failures=3),
+        # What has hung for that long drains nothing, and a process that is frozen outlives TERM.
+        livenessProbe=pods.http_probe(LIVEZ, period=10, timeout=5, failures=3)
+        | {"terminationGracePeriodSeconds": stop_seconds(config)},
         readinessProbe=pods.http_probe(READYZ, period=2, timeout=5, failures=3),
         lifecycle={"preStop": {"exec": {"command": ["glm52-engine", "drain"]}}},
     )

@@ -16,6 +16,9 @@ REVISION_LABELS = ("controller-revision-hash", "pod-template-hash")
 
 CRASHES = frozenset({Outcome.CRASHED, Outcome.WEDGED})
 
+HOST_LOST = "HostLost"
+"""Reason of a host that ended since another host of its replica had: that one's own end, if there is one, says more."""
+
 MESSAGE_LIMIT = 1500
 """Characters of evidence that one crash leaves in the status; ten of them are stored with every version of it."""
 
@@ -54,8 +57,11 @@ class Ending:
 
     @property
     def is_crash(self) -> bool:
-        """An end that nobody asked for. A refused configuration is none: starting again cannot help it."""
+        """An end that nobody asked for. A refused configuration is none: starting again cannot help it; nor is a drain
+        for the sake of another host of the replica that was told to go."""
         if self.words is not None and self.words.outcome is Outcome.CONFIG_REFUSED:
+            return False
+        if self.words is not None and self.words.outcome in _AT_TERM and self.words.consequence:
             return False
         # A rank that fails during a drain failed all the same.
         return not self.asked or (self.words is not None and self.words.outcome in CRASHES)
@@ -163,6 +169,8 @@ def _reason(status: dict[str, Any], ended: dict[str, Any], words: Termination | 
     if ended.get("reason") in ("OOMKilled", "ContainerStatusUnknown"):
         return str(ended["reason"])
     code = int(ended.get("exitCode") or 0)
+    if words is not None and words.outcome is Outcome.CRASHED and words.consequence:
+        return HOST_LOST
     if words is not None and words.outcome not in _AT_TERM:
         return words.outcome.value
     if code == 0 or words is not None:

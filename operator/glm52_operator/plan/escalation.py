@@ -64,24 +64,25 @@ class Series:
     @property
     def incidents(self) -> list[datetime.datetime]:
         """When the replica crashed: the time of the last host to tell of it."""
-        found: list[datetime.datetime] = []
-        began, told = datetime.datetime.min.replace(tzinfo=datetime.UTC), set[str]()
-        for crash in self.crashes:
-            if crash.id in self.forgiven:
-                continue
-            if found and crash.pod not in told and crash.time - began <= SAME_INCIDENT:
-                found[-1] = crash.time
-                told.add(crash.pod)
-            else:
-                found.append(crash.time)
-                began, told = crash.time, {crash.pod}
-        return found
+        return [each[-1].time for each in together(c for c in self.crashes if c.id not in self.forgiven)]
 
     def held_until(self, policy: CrashPolicy) -> datetime.datetime | None:
         """When the replica may start again; None where it may at once, and where it is latched."""
         incidents = self.incidents
         delay = policy.delay(len(incidents))
         return incidents[-1] + datetime.timedelta(seconds=delay) if delay and not self.latched else None
+
+
+def together(crashes: Iterable[Crash]) -> list[list[Crash]]:
+    """What hosts of one replica tell of one crash of it; `crashes`: the oldest first. A host has one end in each."""
+    found: list[list[Crash]] = []
+    for crash in crashes:
+        last = found[-1] if found else []
+        if last and crash.time - last[0].time <= SAME_INCIDENT and all(crash.pod != other.pod for other in last):
+            last.append(crash)
+        else:
+            found.append([crash])
+    return found
 
 
 def basis(spec: Mapping[str, Any]) -> str:

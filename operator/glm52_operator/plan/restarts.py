@@ -7,12 +7,12 @@ how long the engine in it waits before it loads anything, and that the hosts of 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from glm52_engine.config import Hold
 from glm52_operator import names
-from glm52_operator.plan.endings import read_time
+from glm52_operator.plan.endings import read_time, told_to_go_at
 from glm52_operator.plan.escalation import CrashPolicy, Series
 from glm52_operator.plan.pods import Pod, is_leaving, is_ready, name
 
@@ -28,12 +28,13 @@ class SetHold:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The pod goes, and its StatefulSet makes another one."""
+    """The pod goes, and its StatefulSet makes another one. `grace`: seconds for that; None: as many as for a drain."""
 
     pod: str
     uid: str
     version: str
     why: str
+    grace: int | None = None
 
 
 Action = SetHold | Restart
@@ -41,10 +42,14 @@ Action = SetHold | Restart
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The pods of one replica that exist, and how many it has when it is whole."""
+    """The pods of one replica that exist, and how many it has when it is whole.
+
+    `grace`: seconds in which a pod ends that has nothing to drain.
+    """
 
     hosts: int
     pods: Sequence[Pod]
+    grace: int
 
 
 def hold_of(series: Series, policy: CrashPolicy, now: datetime.datetime) -> Hold | None:
@@ -80,24 +85,49 @@ def actions(
         elif hold is not None:
             text = hold.encode()
             chosen += [SetHold(name(pod), _uid(pod), text) for pod in here if _annotation(pod) != text]
-        elif series is not None and members.hosts > 1:
-            chosen += _together(series, here)
+        elif members.hosts > 1:
+            last = series.incidents[-1] if series is not None and series.incidents else None
+            chosen += _with_the_leaving(members, here, last) or _anew(members, here, last)
     return chosen
 
 
-def _together(series: Series, pods: Sequence[Pod]) -> list[Action]:
-    """The hosts of a replica that crashed: one alone would come back to peers that know another life of it."""
-    last = series.incidents[-1] if series.incidents else None
-    if last is None or all(is_ready(pod) for pod in pods):
+def _anew(members: Members, here: Sequence[Pod], last: datetime.datetime | None) -> list[Action]:
+    """The hosts of a replica that crashed: one alone would come back to peers that know another life of it.
+
+    It serves nobody, and a process that is frozen outlives TERM: the time for a drain would only be waited for.
+    """
+    if last is None or all(is_ready(pod) for pod in here):
         return []
-    old = [pod for pod in pods if (born := read_time(pod["metadata"].get("creationTimestamp"))) and born <= last]
-    return [
-        _restart(pod, f"belongs to a replica that crashed at {last:%H:%M:%S}Z: its hosts begin anew") for pod in old
-    ]
+    why = f"belongs to a replica that crashed at {last:%H:%M:%S}Z: its hosts begin anew"
+    return [_restart(pod, why, members.grace) for pod in here if (born := _born(pod)) and born <= last]
 
 
-def _restart(pod: Pod, why: str) -> Restart:
-    return Restart(name(pod), _uid(pod), str(pod["metadata"].get("resourceVersion", "")), why)
+def _with_the_leaving(members: Members, here: Sequence[Pod], last: datetime.datetime | None) -> list[Action]:
+    """When one host of a replica goes, the others drain with it: no step is possible without it, and its successor
+    finds no replica that it could join."""
+    went = max((told for pod in members.pods if is_leaving(pod) and (told := told_to_go_at(pod))), default=None)
+    if went is None:
+        return []
+    why = f"belongs to a replica of which a host was told to go at {went:%H:%M:%S}Z: they go together"
+    # A process that is older than its replica's crash did not notice it: nothing is drained there either.
+    fell = last is not None and any(began < last for pod in members.pods for began in _running_since(pod))
+    grace = members.grace if fell else None
+    return [_restart(pod, why, grace) for pod in here if (born := _born(pod)) and born < went]
+
+
+def _running_since(pod: Pod) -> Iterator[datetime.datetime]:
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        began = read_time(((container.get("state") or {}).get("running") or {}).get("startedAt"))
+        if began is not None:
+            yield began
+
+
+def _restart(pod: Pod, why: str, grace: int | None = None) -> Restart:
+    return Restart(name(pod), _uid(pod), str(pod["metadata"].get("resourceVersion", "")), why, grace)
+
+
+def _born(pod: Pod) -> datetime.datetime | None:
+    return read_time(pod["metadata"].get("creationTimestamp"))
 
 
 def _latched(pod: Pod) -> bool:

@@ -32,7 +32,9 @@ class Restarter:
             try:
                 if isinstance(action, Restart):
                     log.info("%s/%s: pod %s %s", *key, action.pod, action.why)
-                    await self.api.delete(POD, key[0], action.pod, uid=action.uid, version=action.version or None)
+                    await self.api.delete(
+                        POD, key[0], action.pod, uid=action.uid, version=action.version or None, grace=action.grace
+                    )
                 else:
                     log.info("%s/%s: pod %s is held: %s", *key, action.pod, action.hold)
                     notes = {names.HOLD: action.hold}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from glm52_operator.plan.endings import Ending, read_time
-from glm52_operator.plan.escalation import Crash, CrashPolicy, Series
+from glm52_operator.plan.endings import HOST_LOST, Ending, read_time
+from glm52_operator.plan.escalation import Crash, CrashPolicy, Series, together
 from glm52_operator.status.conditions import Verdict, timestamp
 
 KEPT = 10
@@ -16,13 +16,38 @@ SHOWN = 400
 """Characters of the last crash's evidence in the condition's message; all of it stands in status.crashes."""
 
 
-def keep_evidence(previous: Iterable[Mapping[str, Any]], seen: Iterable[Ending]) -> list[dict[str, Any]]:
-    """status.crashes: newest first, each once, also when its pod is gone."""
+def keep_evidence(
+    previous: Iterable[Mapping[str, Any]], seen: Iterable[Ending], counted: Iterable[Series] = ()
+) -> list[dict[str, Any]]:
+    """status.crashes: newest first, each once, also when its pod is gone.
+
+    Of hosts that fell together, as `counted` has them, those that fell for another one are left out: a replica of 64
+    hosts would push all other evidence out with one crash.
+    """
     known = {str(entry["id"]): dict(entry) for entry in previous if "id" in entry}
+    groups = [[crash.id for crash in each] for series in counted for each in together(series.crashes)]
+    current = {number for group in groups for number in group}
     for ending in seen:
-        if ending.is_crash:
+        # One that is not counted any more was left out when it was.
+        if ending.is_crash and (ending.reason != HOST_LOST or ending.id in current):
             known.setdefault(ending.id, _evidence(ending))
+    for group in groups:
+        _leave_the_cause(known, group)
     return sorted(known.values(), key=lambda entry: (entry["time"], entry["id"]), reverse=True)[:KEPT]
+
+
+def _leave_the_cause(known: dict[str, dict[str, Any]], group: Iterable[str]) -> None:
+    """Takes out of `known` who fell for another one; where that one has told nothing, who can say most of it stays."""
+    entries = [known[number] for number in group if number in known]
+    causes = [entry for entry in entries if entry["reason"] != HOST_LOST]
+    lost = [entry for entry in entries if entry["reason"] == HOST_LOST]
+    witness = min(lost, key=lambda entry: ("rank" not in entry, entry["time"], entry["id"]), default=None)
+    for entry in lost:
+        if causes or entry is not witness:
+            del known[entry["id"]]
+    if len(causes) == 1 and witness is not None and "rank" in witness:
+        # Its leader knows which rank it was; one that was killed could not say so.
+        causes[0].setdefault("rank", witness["rank"])
 
 
 def _evidence(ending: Ending) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from glm52_engine.sizing import stop_seconds
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.drains import Drain, Heard, advance
@@ -75,17 +76,18 @@ def observe(
     # A replica that is scaled away and back while its pods drain is the same one: were it forgotten in between, what an
     # edit has taken off its account would be read from its pods as new.
     known = {*replicas(target, pods), *(replica_of(pod, target) for pod in here), names.role(target.name, names.ROUTER)}
+    restarts = escalate(
+        read_series(previous.get("restarts") or []),
+        crashed,
+        policy,
+        basis=basis(resource.get("spec", {})),
+        replicas=known,
+        now=now,
+    )
     return Ends(
         policy=policy,
-        crashes=keep_evidence(previous.get("crashes") or [], [ending for _, ending in seen]),
-        restarts=escalate(
-            read_series(previous.get("restarts") or []),
-            crashed,
-            policy,
-            basis=basis(resource.get("spec", {})),
-            replicas=known,
-            now=now,
-        ),
+        crashes=keep_evidence(previous.get("crashes") or [], [ending for _, ending in seen], restarts),
+        restarts=restarts,
         drains=advance(read_drains(previous.get("drains") or []), here, departed, heard, now),
     )
 
@@ -110,6 +112,7 @@ def replicas(target: Target, pods: Pods) -> dict[str, Members]:
         by_replica: dict[str, list[Object]] = {}
         for pod in pods.get(role, ()):
             by_replica.setdefault(replica_of(pod, target), []).append(pod)
+        grace = stop_seconds(target.role_config(role))
         leaders = (f"{workload}-{number * hosts}" for number in range(target.wanted(role)))
-        found |= {leader: Members(hosts, by_replica.get(leader, ())) for leader in leaders}
+        found |= {leader: Members(hosts, by_replica.get(leader, ()), grace) for leader in leaders}
     return found

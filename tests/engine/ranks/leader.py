@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from glm52_engine.config import ConfigError, Outcome, read_engine_config
+from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.lifecycle.termination import leave
 from glm52_engine.ranks.replica import make_coordinator
 from glm52_engine.ranks.spans import RankHost
@@ -36,7 +37,7 @@ def main() -> int:
     hosts = [RankHost.parse(text, config.role("decode").ranks_per_host) for text in chosen.rank_host]
     news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     replica = make_coordinator(
-        config, "decode", hosts, token_file=chosen.token_file, say=lambda text: None, debug=True,
+        config, "decode", hosts, token_file=chosen.token_file, phases=Phases(), say=lambda text: None, debug=True,
         launch_ahead=chosen.launch_ahead,
     )  # fmt: skip
     replica.on_events = _tell

@@ -16,7 +16,7 @@ from glm52_engine.ranks.connect import ConnectError, connect_hosts
 from glm52_engine.ranks.frames import MARK, frame
 from glm52_engine.ranks.handshake import challenge, hello
 from glm52_engine.ranks.link import Link, LinkLost
-from glm52_engine.ranks.messages import Accepted, Beat, Joined, Phase, Refused, Terms, encode
+from glm52_engine.ranks.messages import Accepted, Beat, Joined, PhaseOver, Refused, Terms, encode
 from glm52_engine.ranks.reception import Reception
 from glm52_engine.ranks.spans import RankHost, RankSpan
 
@@ -84,8 +84,8 @@ async def test_both_ends_talk_after_the_handshake(pair: tuple[Host, Host]) -> No
         theirs = await host.reception.leader()
         await theirs.send(Joined())
         assert await ours.receive() == Joined()
-        await ours.send(Phase("x", 0.0, 1.0))
-        assert await theirs.receive() == Phase("x", 0.0, 1.0)
+        await ours.send(PhaseOver("x", 0.0, 1.0))
+        assert await theirs.receive() == PhaseOver("x", 0.0, 1.0)
         await ours.close()
 
 
@@ -128,7 +128,7 @@ async def test_a_host_that_was_started_for_other_ranks_is_refused() -> None:
 
 async def test_a_leader_of_another_version_is_refused(pair: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "hello", lambda *args: replace(hello(*args), version=0))
-    with pytest.raises(ConnectError, match="speaks version 0 of the rank protocol, this host version 1"):
+    with pytest.raises(ConnectError, match="speaks version 0 of the rank protocol, this host version 2"):
         await dial(*pair)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from glm52_engine import cli
 from glm52_engine.config import ConfigError
+from glm52_engine.lifecycle.phases import Phase
 from glm52_engine.ranks.health import probes
 from glm52_engine.ranks.place import Place, place_of
 
@@ -60,6 +62,22 @@ async def ask(port: int, request: bytes) -> str:
     answer = await reader.read()
     writer.close()
     return answer.decode().partition("\r\n")[0].removeprefix("HTTP/1.1 ")
+
+
+async def test_a_rank_host_tells_the_phases_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POD_NAME", "chat-decode-1")
+    phases = [Phase("reading weights", 0.5, 2.5)]
+    async with probes("127.0.0.1", 0, started=lambda: False, ready=lambda: False, phases=lambda: phases) as server:
+        port = server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /startupz HTTP/1.1\r\nHost: x\r\n\r\n")
+        head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
+        writer.close()
+    assert head.startswith("HTTP/1.1 503 ")
+    assert f"Content-Length: {len(text)}" in head
+    assert json.loads(text) == {
+        "phases": [{"host": "chat-decode-1", "name": "reading weights", "began": 0.5, "ended": 2.5}]
+    }
 
 
 async def test_a_rank_host_answers_the_probes_of_an_engine_pod() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER, READYZ
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, READYZ, STARTUPZ
 from glm52_engine.lifecycle.start import bind
 from glm52_engine.local import ask
 from tests.engine.model.support import Ours
@@ -167,8 +167,38 @@ def test_structured_outputs_fit_on_every_rank(client: openai.OpenAI) -> None:
         assert asked(number) == text
 
 
+def test_every_phase_of_the_start_is_told_for_every_host(deployment: Deployment) -> None:
+    status, body = ask(deployment.ports["decode-0"], STARTUPZ)
+    assert status == 200
+    took = {(phase["host"], phase["name"]): phase["ended"] - phase["began"] for phase in body["phases"]}
+    host = f"{LOOPBACK}:{deployment.ports['decode-1']}"
+    each = {"starting the process", "reading the checkpoint's headers", "reading weights", "touching the pools"}
+    alone = {"registering the KV pools for transfer", "joining and first steps"}
+    assert {phase for of, phase in took if of == host} == each | alone
+    assert {phase for of, phase in took if of == "decode-0"} >= each | alone | {
+        "connecting to all hosts",
+        "importing the engine",
+        "everything",
+    }
+    assert max(took, key=lambda key: took[key]) == ("decode-0", "everything")
+    with urllib.request.urlopen(f"{deployment.url('decode-0')}/metrics", timeout=30) as response:
+        lines = [line for line in response.read().decode().splitlines() if "glm52_startup_phase_seconds{" in line]
+    assert len(lines) == len(took)
+    assert any(f'host="{host}",phase="reading weights"' in line for line in lines)
+
+
 def test_a_drained_leader_ends_its_hosts_cleanly(deployment: Deployment) -> None:
-    for role in ("decode", "prefill"):
-        deployment.processes[f"{role}-0"].popen.send_signal(signal.SIGTERM)
-        assert deployment.processes[f"{role}-0"].gone(30) == 0
-        assert deployment.processes[f"{role}-1"].gone() == 0
+    leader, host = deployment.processes["prefill-0"], deployment.processes["prefill-1"]
+    leader.popen.send_signal(signal.SIGTERM)
+    assert leader.gone(30) == 0
+    assert host.gone() == 0
+    assert (leader.last_words().consequence, host.last_words().consequence) == (False, True)
+
+
+def test_a_host_that_is_asked_to_end_has_its_leader_drain(deployment: Deployment) -> None:
+    leader, host = deployment.processes["decode-0"], deployment.processes["decode-1"]
+    host.popen.send_signal(signal.SIGTERM)
+    assert leader.gone(30) == 0
+    assert host.gone() == 0
+    assert (leader.last_words().consequence, host.last_words().consequence) == (True, False)
+    assert "was asked to end" in leader.last_words().message

@@ -126,11 +126,15 @@ async def test_a_pod_answers_its_probes_while_it_loads(build: Builder) -> None:
             return response.status, await response.json()
 
     assert (await ask("/livez"))[0] == 200
-    assert await ask("/startupz") == (503, {"status": "starting", "phase": "a phase"})
+    status, body = await ask("/startupz")
+    assert (status, body["status"], body["phase"]) == (503, "starting", "a phase")
+    assert [phase["name"] for phase in body["phases"]] == ["starting the process"]
     assert (await ask("/readyz"))[1]["reason"] == "starting: a phase"
     gate.set()
     await until("it is ready", lambda: pod.process.pod.loaded is not None)
-    assert (await ask("/startupz"))[0] == (await ask("/readyz"))[0] == 200
+    status, body = await ask("/startupz")
+    assert status == (await ask("/readyz"))[0] == 200
+    assert {"a phase", "registering the KV pools for transfer", "everything"} <= {p["name"] for p in body["phases"]}
 
 
 async def test_a_held_pod_loads_nothing_is_not_killed_for_it_and_leaves_at_once(

@@ -6,18 +6,29 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from glm52_engine.ranks.messages import Phase
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One that is over: `began` and `ended` are seconds since its process began."""
+
+    name: str
+    began: float
+    ended: float
 
 
 class Phases:
-    """Of one process; times are seconds since it began. `told` is called on whatever thread ends a phase."""
+    """Of one process, as they end. `told` is called on whatever thread ends a phase."""
 
     def __init__(self, told: Callable[[Phase], None] = lambda phase: None) -> None:
         self.done: list[Phase] = []
+        self.others: dict[str, list[Phase]] = {}
+        """Those of the replica's other hosts, by where they are called, as they are told."""
         self._told = told
         self._origin = time.monotonic() - process_age()
+        self._current: tuple[str, float] | None = None
 
     def now(self) -> float:
         return time.monotonic() - self._origin
@@ -33,6 +44,19 @@ class Phases:
         began = self.now()
         yield
         self.note(name, began)
+
+    def enter(self, name: str) -> None:
+        """Of phases that follow each other: the one before is over. The same name again goes on with it."""
+        if self._current is not None and self._current[0] == name:
+            return
+        self.finish()
+        self._current = name, self.now()
+
+    def finish(self) -> None:
+        """The last one that was entered is over."""
+        current, self._current = self._current, None
+        if current is not None:
+            self.note(*current)
 
 
 def process_age() -> float:

@@ -86,9 +86,11 @@ class Client:
         query: Query | None = None,
         *,
         content_type: str = "application/json",
+        user: str = "",
     ) -> Object:
+        """`user`: who asks, in place of the client's own."""
         data = None if body is None else json.dumps(body)
-        headers = {"Content-Type": content_type}
+        headers = {"Content-Type": content_type} | ({"Impersonate-User": user} if user else {})
         async with self._session.request(
             method, self._server + where, data=data, headers=headers, params=query or {}
         ) as answer:

@@ -120,8 +120,9 @@ class Cluster:
         body: Object | None = None,
         query: Query | None = None,
         content_type: str = "application/json",
+        user: str = "",
     ) -> Object:
-        return self.loop.run(self._client.request(method, where, body, query, content_type=content_type))
+        return self.loop.run(self._client.request(method, where, body, query, content_type=content_type, user=user))
 
     def apply(self, *objects: Object, manager: str = "test", **query: str) -> Object:
         """Server-side apply of each; returns the last."""

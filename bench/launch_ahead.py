@@ -69,9 +69,9 @@ class Stamped(DecodeStep):
     times = torch.zeros(0)
     count = torch.zeros(0)
 
-    def run(self) -> None:
+    def run(self, *, whole: bool = False) -> None:
         _stamp[(1,)](self.times, self.count, STAMPS, END=0)
-        super().run()
+        super().run(whole=whole)
         _stamp[(1,)](self.times, self.count, STAMPS, END=1)
 
 

@@ -14,8 +14,8 @@ _CELLS = 5
 
 
 def documented() -> dict[str, set[Row]]:
-    """By part: the pods of a deployment, a prefill pod's part of the store, and the operator."""
-    parts = ("prefill", "decode", "store", "router", "operator")
+    """By part: the pods of a deployment, a prefill pod's part of the store, decode's HiSparse, and the operator."""
+    parts = ("prefill", "decode", "store", "hiSparse", "router", "operator")
     rows: dict[str, set[Row]] = {part: set() for part in parts}
     for line in _TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -41,6 +41,9 @@ KvCacheDtype = Literal["auto", "bf16", "fp8"]
 Preset = Literal["tiny", "demo"]
 """Checkpoints that an engine makes for itself: random weights, and trained ones."""
 
+HiSparseMode = Literal["auto", "always"]
+"""Whether contexts lie whole on a GPU as long as they fit in the memory of its hot buffers, or never."""
+
 Accelerator = Literal["cpu", "nvidia"]
 """What engine pods compute on: the pod's cores, or a GPU for each rank."""
 
@@ -71,6 +74,11 @@ class ModelConfig(_Strict):
 class HiSparseConfig(_Strict):
     """Decode reads the few tokens that it attends to from hot buffers; whole contexts lie in host memory."""
 
+    mode: HiSparseMode = Field(
+        default="auto",
+        description="auto: while all contexts fit whole where the hot buffers would be, they lie there and nothing is "
+        "fetched; always: hot buffers also then.",
+    )
     device_buffer_size: Annotated[int, Field(ge=1, le=32_767, strict=True)] | None = Field(
         default=None,
         description="Tokens in the hot buffer of one request and layer, at least the model's index_topk; "

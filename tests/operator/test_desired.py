@@ -318,12 +318,15 @@ def test_a_quantity_is_written_as_the_server_gives_it_back() -> None:
     assert [quantity(n) for n in (4 * GIB, 1536 << 20, 1000)] == ["4Gi", "1536Mi", "1000"]
 
 
-@pytest.mark.parametrize(("asked", "rows"), [({}, None), ({"deviceBufferSize": 6144}, 6144)])
-def test_hot_buffers_are_for_decode(asked: dict[str, int], rows: int | None) -> None:
+@pytest.mark.parametrize(
+    ("asked", "mode", "rows"),
+    [({}, "auto", None), ({"deviceBufferSize": 6144}, "auto", 6144), ({"mode": "always"}, "always", None)],
+)
+def test_hot_buffers_are_for_decode(asked: dict[str, Any], mode: str, rows: int | None) -> None:
     config = engine_config(target(decode={"hiSparse": asked}), "decode")
     assert config.decode is not None
     assert config.decode.hi_sparse is not None
-    assert config.decode.hi_sparse.device_buffer_size == rows
+    assert (config.decode.hi_sparse.mode, config.decode.hi_sparse.device_buffer_size) == (mode, rows)
     assert target(decode={"hiSparse": asked}).role_config("prefill").hi_sparse is None
     assert target().role_config("decode").hi_sparse is None
 

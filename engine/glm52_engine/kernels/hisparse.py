@@ -36,6 +36,29 @@ def begin(residency: Residency, seats: torch.Tensor, active: torch.Tensor, plan:
     )  # fmt: skip
 
 
+@triton.jit
+def _begin_whole(
+    frames, positions, active, newest, batch, frame_row, block_size, BT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    after_previous(PDL)
+    row = tl.arange(0, BT)
+    position = tl.load(positions + row, row < batch, other=0)
+    frame = tl.load(frames + row * frame_row + position // block_size, row < batch, other=0)
+    place = frame * block_size + (position % block_size).to(tl.int32)
+    tl.store(newest + row, tl.where(row < tl.load(active), place, -1), row < batch)
+
+
+def begin_whole(
+    frames: torch.Tensor, positions: torch.Tensor, active: torch.Tensor, plan: Plan, *, block_size: int
+) -> None:
+    """See `residency.begin_whole`."""
+    batch = len(positions)
+    _begin_whole[(1,)](
+        frames, positions, active, plan.newest, batch, frames.stride(0), block_size,
+        BT=triton.next_power_of_2(batch), num_warps=4, **CHAINED,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize_on_alignment=["where", "count"])
 def _resolve(
     seats, selected, own, active, owner, order, where, used, counters, resident, plan_slots, plan_rows, count,
@@ -59,7 +82,8 @@ def _resolve(
         hit = inside & (held >= 0) & (tag == slot)
         miss = asked & (tag != slot)
         old = tl.load(where + written, (written >= 0) & (written < slots), other=-1).to(tl.int32)
-        tl.store(owner + old, -1, (old >= 0) & (tl.load(owner + old, old >= 0, other=-1) == written))
+        dropped = (old >= 0) & (tl.load(owner + old, old >= 0, other=-1) == written)
+        tl.store(owner + old, -1, dropped)
         tl.store(used + held, 1, hit)
         misses = tl.sum(miss.to(tl.int32), 0)
         ordinal = tl.cumsum(miss.to(tl.int32), 0) - 1
@@ -78,6 +102,7 @@ def _resolve(
         tl.debug_barrier()
 
         taken = tl.load(order + total - misses + ordinal, miss, other=0).to(tl.int32)
+        lost = tl.sum((tl.load(owner + taken, miss, other=-1) >= 0).to(tl.int64), 0)
         tl.store(owner + taken, tl.where(inside, slot, -1), miss)
         tl.store(where + slot, taken, miss & inside)
         here = tl.where(newest, H, tl.where(hit, held, taken))
@@ -88,7 +113,10 @@ def _resolve(
         tl.store(plan_rows + first + ordinal, here, miss)
         tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0), sem="relaxed")
         tl.atomic_add(counters + 1, misses.to(tl.int64), sem="relaxed")
-        tl.atomic_add(counters + 2, tl.sum((miss & (slot >= slots)).to(tl.int64), 0), sem="relaxed")
+        came = tl.sum((miss & inside).to(tl.int64), 0)
+        tl.atomic_add(counters + 2, misses.to(tl.int64) - came, sem="relaxed")
+        tl.atomic_add(counters + 5, lost, sem="relaxed")
+        tl.atomic_add(counters + 6, came - lost - dropped.to(tl.int64), sem="relaxed")
     else:
         tl.store(resident + row * K + lane, -1, lane < K)
 

@@ -27,7 +27,7 @@ class Residency:
 
     owner int32 [G, S + 1, H]: KV slot that a hot row holds, -1 for none. order int16 [G, S + 1, H]: hot rows, the one
     that was used the longest ago first. where int16 [G, slots + 1]: hot row that last took a KV slot. used int8
-    [S + 1, H]: work space of the Triton form, zero between two calls. counters int64 [5]: see `COUNTERS`. The last
+    [S + 1, H]: work space of the Triton form, zero between two calls. counters int64: see `COUNTERS`. The last
     seat and the last slot take what padding rows would write.
 
     `where` is a hint and `owner` the truth: a row is resident only where both agree. So an entry of `where` may
@@ -70,9 +70,10 @@ class Residency:
         return self.rows + 1
 
 
-COUNTERS = ("hits", "misses", "out of bounds", "fetched", "unwritten")
+COUNTERS = ("hits", "misses", "out of bounds", "fetched", "unwritten", "evicted", "held")
 """What `Residency.counters` counts since the start: rows that full layers looked for, and of all layers those that came
-from host memory; `unwritten` of them in debug mode only."""
+from host memory (`unwritten` of them in debug mode only); tokens of full layers' hot rows that made room for
+others. `held` is a level: hot rows of full layers that have a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,18 @@ def begin(residency: Residency, seats: torch.Tensor, active: torch.Tensor, plan:
     plan.newest.copy_(torch.where(there, seats * residency.stride + residency.rows, -1))
 
 
+def begin_whole(
+    frames: torch.Tensor, positions: torch.Tensor, active: torch.Tensor, plan: Plan, *, block_size: int
+) -> None:
+    """`begin` of a step whose contexts lie whole in frames of `block_size` hot rows: nothing will be resolved.
+
+    frames int32 [T, blocks]: each row's, in the order of its blocks; positions int64 [T]: of the rows' own tokens.
+    """
+    there = torch.arange(len(positions), device=positions.device) < active
+    frame = frames.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
+    plan.newest.copy_(torch.where(there, frame * block_size + positions % block_size, -1))
+
+
 def resolve(
     residency: Residency, group: int, seats: torch.Tensor, selected: torch.Tensor, own: torch.Tensor,
     active: torch.Tensor, plan: Plan,
@@ -176,7 +189,9 @@ def resolve(
     spare = torch.full((batch, rows + 1), -1, dtype=torch.int32, device=device)
     # The step writes its own slot anew, so that a copy of what was there before is void.
     spare[:, :rows] = torch.where(tags == own.unsqueeze(1), -1, tags)
+    lost = miss & (spare.gather(1, taken) >= 0)
     spare.scatter_(1, torch.where(miss, taken, rows), tag)
+    more = ((spare[:, :rows] >= 0).sum(1) - (tags >= 0).sum(1))[there]
     owner[seat] = spare[:, :rows]
     order[seat] = after.to(torch.int16)
     where[torch.where(miss & inside, safe, residency.slots)] = taken.to(torch.int16)
@@ -189,7 +204,10 @@ def resolve(
     for target, value in ((plan.slots, tag), (plan.rows, plan.resident)):
         target.copy_(torch.cat((target, target[:1])).scatter_(0, into, value.flatten())[:-1])
     plan.count[group] = misses.sum()
-    for name, value in (("hits", hit), ("misses", miss), ("out of bounds", miss & ~inside)):
+    counted = {
+        "hits": hit, "misses": miss, "out of bounds": miss & ~inside, "evicted": lost, "held": more,
+    }  # fmt: skip
+    for name, value in counted.items():
         residency.counters[COUNTERS.index(name)] += value.sum()
 
 

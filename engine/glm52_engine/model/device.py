@@ -130,7 +130,7 @@ class DecodeStep:
 
     Inputs, on the device, advanced by the step itself: tokens, positions int64 [T]; lengths int32 [T] (context
     including the row's token); table int32 [T, blocks]; active int32 [] rows that are real; with HiSparse also seats
-    int32 [T], which stay.
+    int32 [T] and frames int32 [T, blocks], each row's of the pool's, which stay.
 
     Output: chosen int32 [2, T], in pinned memory that the step itself writes to: a copy behind it would stand between
     two steps. Steps take turns with its rows, so that one may begin while the host still reads the other's; `turn` is
@@ -162,6 +162,8 @@ class DecodeStep:
         self.turn = torch.zeros((), dtype=torch.int32, device=device)
         self.seats = torch.zeros(batch, dtype=torch.int32, device=device)
         self._hot = HotStep(pool.hot, batch) if isinstance(pool, SparsePool) else None
+        self.frames = torch.zeros_like(self.table)
+        self._whole = False
 
         heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         self._frequencies = inverse_frequencies(rope, spec.rope_theta).to(device)
@@ -202,15 +204,18 @@ class DecodeStep:
         self._gated = {n: empty(batch, s, n) for n, s in zip(inner, slots, strict=True)}
         self._shares = {s: empty(batch, s, spec.hidden_size) for s in slots}
 
-    def run(self) -> None:
-        """Enqueue the step on the current stream."""
+    def run(self, *, whole: bool = False) -> None:
+        """Enqueue the step on the current stream. `whole`: as long as contexts lie whole in a `SparsePool`."""
+        self._whole = whole
         spec, weights = self._weights.spec, self._weights
         rows.begin(
             self.tokens, self.positions, weights.embed, self._hidden, self._cos, self._sin, self.table, self._slots,
             self.active, self._frequencies, block_size=self._pool.block_size, block_rows=self._pool.block_rows,
             turn=self.turn,
         )  # fmt: skip
-        if self._hot is not None:
+        if self._hot is not None and whole:
+            self._hot.begin_whole(self.frames, self.positions, self._slots, self.active)
+        elif self._hot is not None:
             self._hot.begin(self.seats, self._slots, self.active)
         if len(spec.full_layers) % 2:
             self._counts[0].zero_()  # the last full layer of the step before used it and zeroed the other
@@ -265,8 +270,10 @@ class DecodeStep:
                 self._index_query, self._head_weights, keys.keys, self.table, self.lengths, self._scores,
                 top_k=spec.index_topk, counts=counts[0],
             )  # fmt: skip
+            # Index keys lie by block in either form; the rows that are read, by frame where contexts lie whole.
+            places = self.frames if self._whole else self.table
             index_kernels.top_k(
-                self._scores, self.lengths, self.table, self._selected, counts,
+                self._scores, self.lengths, places, self._selected, counts,
                 block_size=pool.block_size, block_rows=pool.block_rows, counted=True,
             )  # fmt: skip
         selected = self._selected if self._hot is None else self._hot.fetch(index, self._selected)

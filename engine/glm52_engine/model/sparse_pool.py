@@ -27,18 +27,18 @@ class SparsePool:
     """What a decode step takes in place of a `DevicePool`; the MLA rows are those of `pool`, in pinned host memory.
 
     Blocks have the host's numbers, and here `block_rows` is `block_size`: a token's KV slot counts tokens. `mla[layer]`
-    is the flat view of the layer's hot rows, `keys` and `pages` are as in `DevicePool`.
+    is the flat view of the layer's hot rows, `keys` and `pages` are as in `DevicePool`. `longest`: see `HotPool`.
     """
 
     def __init__(
-        self, spec: ModelSpec, pool: Pool, *, seats: int, rows: int, device: str, debug: bool = False,
-        form: ModuleType | None = None,
+        self, spec: ModelSpec, pool: Pool, *, seats: int, rows: int, device: str, longest: int | None = None,
+        debug: bool = False, form: ModuleType | None = None,
     ) -> None:  # fmt: skip
         self.layout = layout = pool.layout
         self.blocks, self.block_size, self.block_rows = pool.num_blocks, layout.block_size, layout.block_size
         self.hot = HotPool(
             HostRows(pool.tensor, layout.block_size, layout.mla_row_bytes), layer_groups(spec.indexer_types),
-            seats=seats, top_k=spec.index_topk, rows=rows, device=device, debug=debug, form=form,
+            seats=seats, top_k=spec.index_topk, rows=rows, device=device, longest=longest, debug=debug, form=form,
         )  # fmt: skip
         self.mla = [mla_rows(layout, self.hot.rows(layer)) for layer in range(layout.layers)]
         self.pages: list[torch.Tensor] = []

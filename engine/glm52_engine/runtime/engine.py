@@ -7,9 +7,11 @@ and nothing is freed before the rank that used it has said that it is done.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import itertools
 import json
+import operator
 import secrets
 import time
 import weakref
@@ -28,6 +30,7 @@ from glm52_engine.runtime.sharing import Sharing
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.stream import TokenStream
 from glm52_engine.runtime.types import (
+    QUEUE_BOUNDS,
     Blocks,
     Engine,
     EngineBusy,
@@ -75,6 +78,9 @@ class LocalEngine:
         self._departures = Departures()
         self._prefix_cache = prefix_cache
         self._prefix_queries = self._prefix_hits = 0
+        self._executors = tuple(executors)
+        self._positions = [0] * (len(QUEUE_BOUNDS) + 1)
+        self._positions_sum = 0
         self._sharing: Sharing | None = None
         self._records: dict[str, Record] = {}
         self._by_key: dict[str, Record] = {}
@@ -183,6 +189,7 @@ class LocalEngine:
     def stats(self) -> Stats:
         counters = [rank.counters for rank in self._ranks]
         seats = self._admission.seats_taken
+        hot = [found for executor in self._executors if (found := executor.hot_counters()) is not None]
         return Stats(
             running=sum(seats),
             waiting=self._admission.waiting,
@@ -196,6 +203,11 @@ class LocalEngine:
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
             store=None if self._sharing is None else self._sharing.store.counters,
+            hot=functools.reduce(operator.add, hot) if hot else None,
+            seats_total=len(seats) * self._limits.seats,
+            queue_blocks=self._admission.blocks_waited_for,
+            queue_positions=tuple(self._positions),
+            queue_positions_sum=self._positions_sum,
         )
 
     def check_integrity(self) -> None:
@@ -289,6 +301,9 @@ class LocalEngine:
         work = blocks if prefill else 0
         self._admission.submit(record.key, blocks, priority=request.priority, prefix=known, work=work)
         self._admit()
+        if (before := self._admission.before(record.key)) is not None:
+            self._positions[bisect.bisect_left(QUEUE_BOUNDS, before)] += 1
+            self._positions_sum += before
         return record
 
     def _busy(self) -> EngineBusy:

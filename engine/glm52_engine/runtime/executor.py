@@ -7,9 +7,11 @@ from typing import Protocol
 
 import torch
 
+from glm52_engine.kv.hisparse import HotPool
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model import Model, Span, build_step
 from glm52_engine.model.cache import HotCache
+from glm52_engine.runtime.types import HotCounters
 
 
 class Work(Protocol):
@@ -47,6 +49,10 @@ class Executor(Protocol):
         """A sequence takes the seat; the KV of its first `arrived` tokens was put into `pool` from outside."""
         ...
 
+    def end(self, seat: int) -> None:
+        """The seat's sequence is over, but for a step that may be under way with its row."""
+        ...
+
     def launch(self, spans: Sequence[Span]) -> Work:
         """Start a step: write the KV of the spans' tokens, compute logits."""
         ...
@@ -61,6 +67,10 @@ class Executor(Protocol):
         ...
 
     def settle(self) -> None: ...
+
+    def hot_counters(self) -> HotCounters | None:
+        """Of HiSparse; None without it, and after `close`. From any thread, without waiting for the device."""
+        ...
 
     def close(self) -> None:
         """Lets go of the pool and of everything on a device; more than once is harmless."""
@@ -103,7 +113,11 @@ class HostExecutor:
         self._tables[seat].zero_()
         self._tables[seat, : len(blocks)] = torch.tensor(blocks)
         if self.hot is not None:
-            self.hot.pool.assign(seat, blocks, arrived=arrived)
+            self.hot.assign(seat, blocks, arrived=arrived)
+
+    def end(self, seat: int) -> None:
+        if self.hot is not None:
+            self.hot.pool.release(seat)
 
     def launch(self, spans: Sequence[Span]) -> EagerWork:
         if self._model is None:
@@ -131,10 +145,31 @@ class HostExecutor:
     def settle(self) -> None:
         pass
 
+    def hot_counters(self) -> HotCounters | None:
+        hot = self.hot
+        return None if hot is None else counters_of(hot.pool)
+
     def close(self) -> None:
         if self._model is not None:
             self._model = self.hot = None
             del self.pool
+
+
+def counters_of(pool: HotPool) -> HotCounters:
+    """One rank's; the numbers are those that the last step has left in host memory."""
+    told, (used, frames), residency = pool.counters(), pool.frames_used, pool.residency
+    return HotCounters(
+        hits=told["hits"],
+        misses=told["misses"],
+        evicted=told["evicted"],
+        fetched_bytes=told["fetched"] * pool.host.row_bytes,
+        rows_held=0 if pool.whole else told["held"],
+        rows=len(pool.groups) * residency.seats * residency.rows,
+        frames_used=used,
+        frames=frames,
+        whole_ranks=int(pool.whole),
+        switches=pool.switches,
+    )
 
 
 class EagerWork:

@@ -52,6 +52,8 @@ class Measures:
     step: StepLimits
     hot_rows: int | None
     """Managed rows of a hot buffer; None without HiSparse."""
+    hot_always: bool = False
+    """Whether contexts never lie whole beside the compute, also where they would fit."""
 
 
 def measure(
@@ -77,7 +79,8 @@ def measure(
     limits = Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
     budget = step_tokens or STEP_TOKENS[accelerator]
     step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
-    return Measures(spec, kv, limits, step, _hot_rows(path, spec, role))
+    always = role.hi_sparse is not None and role.hi_sparse.mode == "always"
+    return Measures(spec, kv, limits, step, _hot_rows(path, spec, role), always)
 
 
 def _stored_as(kv_cache_dtype: KvCacheDtype, accelerator: Accelerator) -> KvCacheDtype:
@@ -150,15 +153,18 @@ def hot_cache(measures: Measures, pool: Pool) -> HotCache | None:
     spec, rows = measures.spec, measures.hot_rows
     if rows is None:
         return None
-    seats = measures.limits.seats
-    return HotCache(measures.kv, pool, spec.indexer_types, top_k=spec.index_topk, seats=seats, rows=rows)
+    limits = measures.limits
+    longest = None if measures.hot_always else blocks_for(limits.max_model_len, limits.block_size)
+    return HotCache(
+        measures.kv, pool, spec.indexer_types, top_k=spec.index_topk, seats=limits.seats, rows=rows, longest=longest
+    )
 
 
 def _on_gpus(
     path: Path, measures: Measures, role: RoleConfig, on_phase: Callable[[str], None]
 ) -> tuple[list[Executor], dict[str, str | int]]:
     """A GPU for each rank, each with all weights."""
-    spec, kv, limits, step = measures.spec, measures.kv, measures.limits, measures.step
+    spec, kv, limits = measures.spec, measures.kv, measures.limits
     from glm52_engine.runtime.device import gpus
 
     gpus.check_count(role.ranks_per_host)
@@ -177,7 +183,7 @@ def _on_gpus(
             on_phase(said)
             pool, unpin = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
             failed.callback(unpin)
-            executors.append(gpus.executor(rank, spec, weights, pool, role, limits, step, unpin, measures.hot_rows))
+            executors.append(gpus.executor(rank, measures, weights, pool, role, unpin))
         failed.pop_all()
     return executors, contract
 

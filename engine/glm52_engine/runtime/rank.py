@@ -263,6 +263,7 @@ class Rank:
         seat = next((seat for seat, sequence in self._running.items() if sequence.key == key), None)
         if seat is not None:
             self._executor.settle()
+            self._executor.end(seat)
             self._post([Event(key, None, True, self._running.pop(seat).computed)])
 
     def _plan(self) -> list[Planned]:
@@ -305,6 +306,7 @@ class Rank:
         sequence.ended = token.finish is not None or sequence.prefill_only
         if sequence.ended:
             del self._running[sequence.seat]
+            self._executor.end(sequence.seat)
         # The step ahead still reads and writes the blocks of a sequence that ends here.
         over = sequence.ended and self._ahead is None
         return Event(sequence.key, token, over, sequence.computed, others)

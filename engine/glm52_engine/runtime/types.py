@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, Protocol
 
 from glm52_engine.runtime.stored import StoreCounters
@@ -120,6 +121,35 @@ class Prefilled:
     queued_seconds: float = 0.0
 
 
+QUEUE_BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+"""Requests before one in the queue, as `Stats.queue_positions` tells them apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotCounters:
+    """HiSparse of one rank or of several together, as of the last step that has ended.
+
+    Since the start: `hits` and `misses`, tokens that full layers looked for in hot buffers; `evicted`, tokens that made
+    room there; `fetched_bytes` of all layers from host memory; `switches` between contexts that lie whole and hot
+    buffers. Now: `rows_held` of the `rows` of full layers' hot buffers, `frames_used` of `frames` (blocks that can lie
+    whole), and `whole_ranks` whose contexts do.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    fetched_bytes: int = 0
+    rows_held: int = 0
+    rows: int = 0
+    frames_used: int = 0
+    frames: int = 0
+    whole_ranks: int = 0
+    switches: int = 0
+
+    def __add__(self, other: HotCounters) -> HotCounters:
+        return HotCounters(*map(operator.add, astuple(self), astuple(other)))
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot for metrics and /internal/v1/state. Counters only grow.
@@ -141,6 +171,14 @@ class Stats:
     prefix_cache_hits: int = 0
     store: StoreCounters | None = None
     """Of the store of prefixes, where this pod takes part in one."""
+    hot: HotCounters | None = None
+    """Of HiSparse, where decode runs with it."""
+    seats_total: int = 0
+    queue_blocks: int = 0
+    """That all waiting requests together ask for."""
+    queue_positions: Sequence[int] = (0,) * (len(QUEUE_BOUNDS) + 1)
+    """How many requests came to wait behind at most so many others, by `QUEUE_BOUNDS` and above; each counted once."""
+    queue_positions_sum: int = 0
 
 
 class EngineBusy(Exception):

@@ -92,6 +92,15 @@ class Admission:
         return len(self._queue)
 
     @property
+    def blocks_waited_for(self) -> int:
+        """That all waiting requests together ask for."""
+        return self._queue.blocks
+
+    def before(self, key: str) -> int | None:
+        """How many waiting requests come before this one; None when it does not wait."""
+        return self._queue.before(key) if key in self._queue else None
+
+    @property
     def placed(self) -> int:
         """Requests that have blocks, with or without a seat."""
         return len(self._place)

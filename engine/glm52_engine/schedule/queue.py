@@ -41,6 +41,7 @@ class Queue:
         self._entries: list[Waiting] = []
         self._of_key: dict[str, Waiting] = {}
         self._arrivals = itertools.count()
+        self._blocks = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,13 +49,25 @@ class Queue:
     def __contains__(self, key: str) -> bool:
         return key in self._of_key
 
+    @property
+    def blocks(self) -> int:
+        """That all who wait ask for."""
+        return self._blocks
+
+    def before(self, key: str) -> int:
+        """How many come before it."""
+        return bisect_left(self._entries, self._of_key[key])
+
     def put(self, key: str, blocks: int, *, priority: int, prefix: tuple[bytes, ...], work: int) -> None:
         entry = Waiting(priority, next(self._arrivals), key, blocks, prefix, work)
         insort(self._entries, entry)
         self._of_key[key] = entry
+        self._blocks += blocks
 
     def remove(self, key: str) -> None:
-        del self._entries[bisect_left(self._entries, self._of_key.pop(key))]
+        entry = self._of_key.pop(key)
+        del self._entries[bisect_left(self._entries, entry)]
+        self._blocks -= entry.blocks
 
     def candidates(self) -> Iterator[Waiting]:
         """Who may run next, best first; the caller calls `take` for those who can, before it asks for the next."""

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from glm52_engine.lifecycle.phases import Phase
 from glm52_engine.runtime.stored import StoreCounters
 from glm52_engine.runtime.types import Stats
+from glm52_engine.serve import hot_metrics
 from glm52_engine.transfer.hold import TransferCounters
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -98,6 +99,9 @@ class _Snapshot(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        yield from hot_metrics.places(self._model, stats)
+        if stats.hot is not None:
+            yield from hot_metrics.hot(self._model, stats.hot)
         if stats.store is not None:
             yield from self._store(stats.store)
 

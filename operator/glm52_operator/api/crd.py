@@ -57,7 +57,8 @@ def _properties(node: Schema, definitions: Schema) -> Schema:
     required = node.get("required", [])
     properties = {key: _rewrite(value, definitions) for key, value in node["properties"].items()}
     for key, value in properties.items():
-        if key not in required and _can_default(value):
+        asked_for = _may_be_null(node["properties"][key])
+        if key not in required and not asked_for and _can_default(value):
             # An empty object: the API server fills the fields' own defaults, which then stand in one place only.
             value["default"] = {}
     return properties
@@ -83,6 +84,11 @@ def _without_null(node: Schema, definitions: Schema) -> Schema:
         raise ValueError(f"a CRD field can be of one type only, found {variants}")
     rest = {key: value for key, value in node.items() if key != "anyOf"}
     return {**_inline(real[0], definitions), **rest}
+
+
+def _may_be_null(node: Schema) -> bool:
+    """An object that is absent unless somebody asks for it: a default would ask for everybody."""
+    return any(item.get("type") == "null" for item in node.get("anyOf", []))
 
 
 def _can_default(node: Schema) -> bool:

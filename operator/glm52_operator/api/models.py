@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
-from glm52_engine.config import MODEL_MOUNT, Accelerator, KvCacheDtype, Preset
+from glm52_engine.config import MODEL_MOUNT, Accelerator, HiSparseMode, KvCacheDtype, Preset
 from glm52_operator import names
 
 
@@ -165,6 +165,11 @@ class RoleSpec(_Model):
 class HiSparse(_Model):
     """Decode keeps whole contexts in host memory, and beside the compute only what it attends to."""
 
+    mode: HiSparseMode = Field(
+        default="auto",
+        description="auto: as long as the contexts of a rank fit whole in the memory of its hot buffers they lie there, "
+        "and few requests run as fast as without hiSparse; always: hot buffers also then.",
+    )
     device_buffer_size: int | None = Field(
         default=None,
         ge=1,

@@ -83,7 +83,7 @@ class Target:
 
 def _hi_sparse(role: RoleSpec) -> HiSparseConfig | None:
     asked = role.hi_sparse if isinstance(role, DecodeSpec) else None
-    return None if asked is None else HiSparseConfig(device_buffer_size=asked.device_buffer_size)
+    return None if asked is None else HiSparseConfig(mode=asked.mode, device_buffer_size=asked.device_buffer_size)
 
 
 def labels(target: Target, component: str) -> dict[str, str]:

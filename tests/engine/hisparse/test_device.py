@@ -41,16 +41,24 @@ def weights(checkpoint: Path) -> DeviceWeights:
 
 
 # Rows of this small a model in FP8 are no multiples of 16 bytes, which the Triton form needs.
-@pytest.mark.parametrize(("dtype", "form"), [("auto", hisparse), ("fp8", residency)])
+@pytest.mark.parametrize(
+    ("dtype", "form", "whole"), [("auto", hisparse, False), ("fp8", residency, False), ("auto", hisparse, True)]
+)
 def test_decode_reads_whole_contexts_through_hot_buffers(
-    checkpoint: Path, weights: DeviceWeights, monkeypatch: pytest.MonkeyPatch, dtype: KvCacheDtype, form: ModuleType
+    checkpoint: Path,
+    weights: DeviceWeights,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: KvCacheDtype,
+    form: ModuleType,
+    whole: bool,
 ) -> None:
     monkeypatch.setattr(support, "BLOCK", BLOCK)
     monkeypatch.setattr(linear, "splits_for", lambda n, rows: 1)
     plain = Ours(checkpoint, kv_cache_dtype=dtype)
     host = Pool(plain.pool.layout, plain.pool.num_blocks)
     host.touch()
-    pool = SparsePool(weights.spec, host, seats=3, rows=TOP_K + 2, device="cpu", debug=True, form=form)
+    longest = 5 if whole else None
+    pool = SparsePool(weights.spec, host, seats=3, rows=TOP_K + 2, device="cpu", longest=longest, debug=True, form=form)
     step = DecodeStep(weights, pool, batch=3, longest=20, vocab_bound=300)
     step.active.fill_(len(LENGTHS))
     spans = []
@@ -64,18 +72,23 @@ def test_decode_reads_whole_contexts_through_hot_buffers(
         spans.append(Span(row, length, [first], True))
         step.seats[row] = seat
         step.table[row] = plain.tables[row, :5].int()
+        if whole:
+            step.frames[row] = pool.hot.frames[seat]
         step.tokens[row], step.positions[row], step.lengths[row] = first, length, length + 1
     for _ in range(STEPS):
         want = plain.step(spans)
-        step.run()
+        step.run(whole=whole)
         # A sum in another order may fall on the other side of an e4m3 number's border.
         assert (step.logits[: len(spans)] - want).abs().max() < (1e-3 if dtype == "auto" else 0.1)
         chosen = want[:, :300].argmax(1).tolist()
         assert step.chosen[int(step.turn), : len(spans)].tolist() == chosen
         spans = [Span(s.seat, s.end, [token], True) for s, token in zip(spans, chosen, strict=True)]
     counters = pool.hot.counters()
-    assert counters["misses"] > STEPS
-    assert counters["hits"] > 0
+    if whole:
+        assert counters["fetched"] == sum(LENGTHS) * plain.pool.layout.layers, "nothing but what arrived"
+    else:
+        assert counters["misses"] > STEPS
+        assert counters["hits"] > 0
     assert counters["unwritten"] == counters["out of bounds"] == 0
     # The new rows of every layer, to the last one, are the host's.
     size = plain.pool.layout.mla_row_bytes

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from glm52_engine.kernels import hisparse, residency
 from glm52_engine.kernels.residency import HostRows
 from glm52_engine.kv.hisparse import HotPool, HotStep, layer_groups
+from glm52_engine.kv.hisparse import hot as hot_module
 from tests.engine.hisparse.support import BLOCK, ROW, Naive
 
 TYPES = ("full", "full", "shared", "shared", "full", "shared")
@@ -47,12 +48,13 @@ class Request:
 class Rank:
     """A rank that computes nothing: requests come, take steps with any selection, and go."""
 
-    def __init__(self, form: ModuleType, device: str) -> None:
+    def __init__(self, form: ModuleType, device: str, *, auto: bool = False) -> None:
         host = torch.empty(BLOCKS, BLOCK * len(TYPES) * ROW + 16, dtype=torch.uint8)
         self.groups = layer_groups(TYPES)
         self.pool = HotPool(
             HostRows(host.pin_memory() if device == "cuda" else host, BLOCK, ROW),
-            self.groups, seats=SEATS, top_k=TOP_K, rows=ROWS, device=device, debug=True, form=form,
+            self.groups, seats=SEATS, top_k=TOP_K, rows=ROWS, device=device, longest=4 if auto else None, debug=True,
+            form=form,
         )  # fmt: skip
         self.steps = {batch: HotStep(self.pool, batch) for batch in (2, BATCH)}
         self.device = device
@@ -71,13 +73,17 @@ class Rank:
                 self.pool.host.layer(layer)[blocks[position // BLOCK], position % BLOCK] = truth(
                     request.number, layer, position
                 )
+        whole = self.pool.whole
         self.pool.assign(seat, blocks, arrived=length)
         for group in range(len(self.groups)):
             self.naive[group, seat] = Naive(ROWS)
+            for other in range(SEATS) if whole else ():
+                self.naive[group, other] = Naive(ROWS)
         return request
 
     def finish(self, seat: int) -> None:
         request = self.seats.pop(seat)
+        self.pool.release(seat)
         self.pool.poison(request.blocks, 0)
         self.free += request.blocks
 
@@ -96,8 +102,14 @@ class Rank:
         own = torch.zeros(batch, dtype=torch.int32, device=self.device)
         for row, (request, _) in enumerate(rows):
             own[row] = request.slot(request.length)
+        active = torch.tensor(len(rows), dtype=torch.int32, device=self.device)
+        self.pool.settle({request.seat: request.length for request, _ in rows})
         misses = self.counters()["misses"]
-        step.begin(seats, own, torch.tensor(len(rows), dtype=torch.int32, device=self.device))
+        if self.pool.whole:
+            positions = torch.tensor([*(r.length for r, _ in rows), *[0] * batch][:batch], device=self.device)
+            step.begin_whole(self.pool.frames[seats.long()], positions, own, active)
+        else:
+            step.begin(seats, own, active)
         newest = step.newest.tolist()
         assert newest[len(rows) :] == [-1] * (batch - len(rows))
         wanted = 0
@@ -106,8 +118,12 @@ class Rank:
             selected = torch.full((batch, TOP_K), self.seats[0].slot(0) if 0 in self.seats else 0, dtype=torch.int32)
             for row, (request, positions) in enumerate(rows):
                 slots = [request.slot(position) for position in positions[group]]
+                if self.pool.whole:
+                    frames = self.pool.frames[request.seat].tolist()
+                    slots = [frames[position // BLOCK] * BLOCK + position % BLOCK for position in positions[group]]
+                else:
+                    wanted += len(self.naive[group, request.seat].step(slots, int(own[row])))
                 selected[row] = torch.tensor(slots + [-1] * (TOP_K - len(slots)), dtype=torch.int32)
-                wanted += len(self.naive[group, request.seat].step(slots, int(own[row])))
             selected = selected.to(self.device)
             for layer in layers:
                 hot = self.pool.rows(layer)
@@ -129,10 +145,11 @@ class Interleavings(RuleBasedStateMachine):
 
     form: ModuleType = residency
     device = "cpu"
+    auto = False
 
     @initialize()
     def start(self) -> None:
-        self.rank = Rank(self.form, self.device)
+        self.rank = Rank(self.form, self.device, auto=self.auto)
 
     @rule(seat=st.integers(0, SEATS - 1), blocks=st.integers(1, 4), room=st.integers(1, 6), draw=st.randoms())
     def admit(self, seat: int, blocks: int, room: int, draw: random.Random) -> None:
@@ -167,16 +184,40 @@ class Interleavings(RuleBasedStateMachine):
         order = self.rank.pool.residency.order[:, :SEATS].cpu()
         assert torch.equal(order.sort(-1).values, torch.arange(ROWS, dtype=torch.int16).expand(order.shape))
 
+    @invariant()
+    def the_counted_rows_are_those_that_are_held(self) -> None:
+        if not self.rank.pool.whole:
+            held = self.rank.pool.residency.owner[:, :SEATS] >= 0
+            assert self.rank.counters()["held"] == int(held.sum())
 
-def test_any_interleaving() -> None:
-    run_state_machine_as_test(Interleavings, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+
+class Switching(Interleavings):
+    """The same where contexts lie whole as long as they fit: six frames for ten blocks."""
+
+    auto = True
+    switches = 0
+
+    def teardown(self) -> None:
+        Switching.switches += self.rank.pool.switches
 
 
-def test_any_interleaving_in_triton(device: str) -> None:
+@pytest.fixture
+def few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_module, "_ROW_ALIGNMENT", 1)
+
+
+@pytest.mark.parametrize("machine", [Interleavings, Switching])
+def test_any_interleaving(machine: type[Interleavings], few_frames: None) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    assert Switching.switches > 20 or machine is not Switching
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_any_interleaving_in_triton(device: str, auto: bool, few_frames: None) -> None:
     class InTriton(Interleavings):
         form = hisparse
 
-    InTriton.device = device
+    InTriton.device, InTriton.auto = device, auto
     run_state_machine_as_test(InTriton, settings=settings(max_examples=20, stateful_step_count=20, deadline=None))
 
 

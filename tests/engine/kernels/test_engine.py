@@ -17,13 +17,14 @@ import pytest
 from glm52_engine.checkpoint import load_weights, read_model_spec
 from glm52_engine.config import KvCacheDtype
 from glm52_engine.kv import KvLayout, Pool
+from glm52_engine.kv.hisparse import hot
 from glm52_engine.model import Model
 from glm52_engine.model.device import device_weights
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import HostExecutor
 from glm52_engine.runtime.load import kv_contract
-from glm52_engine.runtime.rank import StepLimits
+from glm52_engine.runtime.rank import Rank, StepLimits
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.types import Token
 from glm52_engine.schedule import Limits, blocks_for, launch_ahead
@@ -31,7 +32,7 @@ from tests.engine.checkpoint.support import random_tensors, write
 from tests.engine.kernels.test_steps import CONFIG
 from tests.engine.model.support import prompt
 from tests.engine.runtime.shelf import Shelf
-from tests.engine.runtime.support import eventually, generate, greedy, idle
+from tests.engine.runtime.support import eventually, generate, greedy, hand_over, idle
 
 BLOCK, SEATS, BLOCKS, LONGEST = 4, 4, 40, 48
 
@@ -47,6 +48,7 @@ def running(
     device: str | None,
     *,
     hot_rows: int | None = None,
+    hot_always: bool = False,
     kv: KvCacheDtype = "auto",
     store: BlockStore | None = None,
     **options: Any,
@@ -72,6 +74,7 @@ def running(
             vocab_bound=300,
             step_tokens=12,
             hot_rows=hot_rows,
+            hot_always=hot_always,
             debug=hot_rows is not None,
         )
     engine = LocalEngine(
@@ -143,17 +146,41 @@ async def test_more_rows_than_the_largest_bucket_still_run(
         await eventually(lambda: idle(target))
 
 
-async def test_decode_with_hot_buffers(checkpoint: Path, truth: list[list[int]], device: str) -> None:
-    """Contexts in host memory, two rows to spare beside a selection: evictions in nearly every step."""
+@pytest.mark.parametrize("always", [True, False], ids=["hot", "whole"])
+async def test_decode_with_hot_buffers(checkpoint: Path, truth: list[list[int]], device: str, always: bool) -> None:
+    """Contexts in host memory, two rows to spare beside a selection: evictions in nearly every step. So few contexts
+    lie whole where the hot buffers would be, if they may."""
     top_k = read_model_spec(checkpoint).index_topk
-    found = await answers(checkpoint, None, device, launch_ahead=True, hot_rows=top_k + 2)
+    found = await answers(checkpoint, None, device, launch_ahead=True, hot_rows=top_k + 2, hot_always=always)
     assert ids(found) == truth
+
+
+async def test_one_context_too_many_and_back(checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests need fifteen of eleven frames; the one that outlives the others needs five."""
+    monkeypatch.setattr(hot, "_ROW_ALIGNMENT", 1)
+    top_k = read_model_spec(checkpoint).index_topk
+    wanted = [greedy(f"r{n}", tuple(prompt(13, seed=n)), tokens) for n, tokens in enumerate((7, 4, 4))]
+    with running(checkpoint, None) as source, running(checkpoint, None) as plain:
+        expected = ids(await asyncio.gather(*(generate(source, plain, request) for request in wanted)))
+        with running(checkpoint, device, hot_rows=top_k + 2) as target:
+            rank = target._ranks[0]
+            assert isinstance(rank, Rank)
+            pool = rank._executor._kv.hot  # type: ignore[attr-defined]
+            assert pool.frames_used == (0, (SEATS * (top_k + 3)) // BLOCK)
+            ready = [await hand_over(source, target, request) for request in wanted]
+            with rank._wake:
+                streams = [target.decode(request, *place) for request, place in zip(wanted, ready, strict=True)]
+            found = [[token.id async for token in stream] for stream in streams]
+            assert [[first.id, *rest] for (_, first), rest in zip(ready, found, strict=True)] == expected
+            assert (pool.whole, pool.switches) == (True, 2)
+            assert pool.counters()["misses"] > 0
+            assert pool.counters()["unwritten"] == 0
 
 
 async def test_kv_in_fp8_from_the_plain_model_into_hot_buffers(checkpoint: Path, device: str) -> None:
     top_k = read_model_spec(checkpoint).index_topk
     plain = await answers(checkpoint, None, None, kv="fp8")
-    found = await answers(checkpoint, None, device, kv="fp8", hot_rows=top_k + 2)
+    found = await answers(checkpoint, None, device, kv="fp8", hot_rows=top_k + 2, hot_always=True)
     assert ids(found) == ids(plain)
 
 

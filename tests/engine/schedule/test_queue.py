@@ -33,6 +33,14 @@ def test_lower_priority_values_first_then_arrival() -> None:
     assert len(made) == 0
 
 
+def test_places_and_what_is_asked_for() -> None:
+    made = queue(("a", 3, 0), ("b", 1, 5), ("c", 2, -1))
+    assert [made.before(key) for key in "cab"] == [0, 1, 2]
+    assert made.blocks == 6
+    made.remove("a")
+    assert (made.before("b"), made.blocks) == (1, 3)
+
+
 def test_a_small_one_passes_a_large_one_of_its_own_class_only() -> None:
     made = queue(("large", 9, 0), ("small", 2, 0), ("less urgent", 1, 1))
     assert run(made, 3) == ["small"], "what is left is kept for the more urgent one"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 
 import torch
 
 from glm52_engine.kernels import residency as plain
 from glm52_engine.kernels.residency import COUNTERS, POISON, HostRows, Plan, Residency
+from glm52_engine.kv.hisparse.frames import Frames
 
 MOST_ROWS = 32_767
 """Managed rows of a hot buffer: they are numbered in int16."""
@@ -29,13 +31,16 @@ class HotPool:
     """Hot buffers of all seats and layers, and their residency. Outlives steps; its tensors never move.
 
     `rows` managed rows a seat and layer, at least `top_k`; one more holds the newest token's KV. `form`: the module
-    whose `begin`, `resolve`, `gather` and `write_back` are used; by default Triton's on a GPU, else PyTorch's.
-    `debug`: host rows that nobody has written are poisoned, and counted when they are read.
+    whose functions are used; by default Triton's on a GPU, else PyTorch's. `debug`: host rows that nobody has written
+    are poisoned, and counted when they are read.
+
+    `longest`: blocks of the longest context; given, contexts lie whole in the same memory as long as they fit (see
+    `Frames`), and `frames` int32 [seats, longest] says where. Steps differ then: `HotStep.begin` or `begin_whole`.
     """
 
     def __init__(
         self, host: HostRows, groups: Sequence[range], *, seats: int, top_k: int, rows: int,
-        device: torch.device | str, debug: bool = False, form: ModuleType | None = None,
+        device: torch.device | str, longest: int | None = None, debug: bool = False, form: ModuleType | None = None,
     ) -> None:  # fmt: skip
         if not top_k <= rows <= MOST_ROWS:
             raise ValueError(f"a hot buffer of {rows} rows; expected index_topk ({top_k}) to {MOST_ROWS}")
@@ -51,11 +56,34 @@ class HotPool:
         )
         count = -(-(seats * self.residency.stride + 1) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self.hot = torch.zeros(self.groups[-1].stop, count, host.row_bytes, dtype=torch.uint8, device=self.device)
+        # The last row takes what no row is for.
+        self._books = Frames(0 if longest is None else (count - 1) // host.block_size)
+        self._blocks: dict[int, tuple[int, ...]] = {}
+        self.frames = torch.zeros(seats, longest or 0, dtype=torch.int32, device=self.device)
         cuda = self.device.type == "cuda"
         self.copies = torch.cuda.Stream(self.device) if cuda else None
         self._told = torch.zeros_like(self.residency.counters, device="cpu", pin_memory=cuda)
         if debug:
             host.tensor.fill_(POISON)
+
+    @property
+    def whole(self) -> bool:
+        """Whether contexts lie whole in frames now. Changes in `assign` and `settle` only: never under a step."""
+        return self._books.whole
+
+    @property
+    def seated(self) -> Collection[int]:
+        """Seats that have a sequence."""
+        return self._books.seated
+
+    @property
+    def switches(self) -> int:
+        return self._books.switches
+
+    @property
+    def frames_used(self) -> tuple[int, int]:
+        """Frames that hold contexts, and frames in all."""
+        return self._books.used, self._books.count
 
     def assign(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
         """A sequence takes the seat and the blocks, the KV of its first `arrived` tokens being in them.
@@ -63,12 +91,66 @@ class HotPool:
         To be called before the first step that has the seat. Whatever the seat's hot buffer held is another request's,
         and what any buffer holds of these blocks has other bytes now.
         """
-        self.residency.owner[:, seat] = -1
-        ids = torch.tensor(blocks, dtype=torch.int64).to(self.device)
-        where = self.residency.where[:, : self.host.slots].unflatten(1, (-1, self.host.block_size))
-        where[:, ids] = -1
         if self.debug:
             self.poison(blocks, arrived)
+        before = self.whole
+        self._books.take(seat, len(blocks))
+        self._blocks[seat] = tuple(blocks)
+        if self.whole:
+            self._place(seat)
+            self.bring(seat, 0, arrived)
+        elif before:
+            # Nothing was kept up while contexts lay whole, and their rows are where the hot ones will be.
+            self.residency.owner.fill_(-1)
+            self.residency.counters[COUNTERS.index("held")] = 0
+        else:
+            self._drop(seat, blocks)
+
+    def release(self, seat: int) -> None:
+        """The seat's sequence is over. A step under way may still write where it was; nobody gets that before."""
+        self._books.leave(seat)
+        self._blocks.pop(seat, None)
+
+    def settle(self, lengths: Mapping[int, int]) -> bool:
+        """Before a step: contexts lie whole again if they may. True when that has changed.
+
+        lengths: tokens with KV in host memory of the seats that take part; if some seat is missing, nothing changes.
+        """
+        if not self._books.can_return(lengths.keys()):
+            return False
+        self._books.bring_back()
+        for seat in self._books.seated:
+            self._place(seat)
+            self.bring(seat, 0, lengths[seat])
+        return True
+
+    def bring(self, seat: int, first: int, end: int) -> None:
+        """Copy the rows of a seat's tokens [first, end) of every layer from host memory to its frames."""
+        if end <= first:
+            return
+        size = self.host.block_size
+        at = torch.arange(first, end)
+
+        def numbers(of: Sequence[int]) -> torch.Tensor:
+            return (torch.tensor(of)[at // size] * size + at % size).int().to(self.device)
+
+        plan = Plan.empty(batch=0, top_k=0, groups=1, device=self.device)
+        plan = dataclasses.replace(plan, slots=numbers(self._blocks[seat]), rows=numbers(self._books.of(seat)))
+        plan.count.fill_(end - first)
+        self.form.gather(self.residency, 0, plan, self.host, self.hot, range(len(self.hot)), debug=self.debug)
+
+    def _place(self, seat: int) -> None:
+        frames = torch.tensor(self._books.of(seat), dtype=torch.int32)
+        self.frames[seat, : len(frames)] = frames.to(self.device)
+
+    def _drop(self, seat: int, blocks: Sequence[int]) -> None:
+        """Hot copies of the seat, and of the blocks in any seat."""
+        residency = self.residency
+        residency.counters[COUNTERS.index("held")] -= (residency.owner[:, seat] >= 0).sum()
+        residency.owner[:, seat] = -1
+        ids = torch.tensor(blocks, dtype=torch.int64).to(self.device)
+        where = residency.where[:, : self.host.slots].unflatten(1, (-1, self.host.block_size))
+        where[:, ids] = -1
 
     def rows(self, layer: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """[rows, row elements]: a layer's hot rows, those of one seat side by side."""
@@ -94,8 +176,8 @@ class HotPool:
 class HotStep:
     """A decode step's way through the hot buffers, for exactly `batch` rows. Every call only enqueues.
 
-    A step calls `begin`, then `fetch` for layer after layer, each time when the layer's new rows are in their places
-    (`newest`) and before its attention, then `end`.
+    A step calls `begin`, or `begin_whole` where the pool's contexts lie whole, then `fetch` for layer after layer, each
+    time when the layer's new rows are in their places (`newest`) and before its attention, then `end`.
     """
 
     def __init__(self, pool: HotPool, batch: int) -> None:
@@ -103,6 +185,7 @@ class HotStep:
         self._plan = Plan.empty(batch=batch, top_k=pool.top_k, groups=len(pool.groups), device=pool.device)
         self._seats = self._active = self._own = torch.empty(0, dtype=torch.int32)
         self._fetched: torch.cuda.Event | None = None
+        self._whole = False
 
     @property
     def newest(self) -> torch.Tensor:
@@ -111,18 +194,30 @@ class HotStep:
 
     def begin(self, seats: torch.Tensor, own: torch.Tensor, active: torch.Tensor) -> None:
         """seats, own int32 [T]: seat and own KV slot of each row; active int32 []. Read during the whole step."""
+        self._whole = False
         self._seats, self._own, self._active = seats, own, active
         self._pool.form.begin(self._pool.residency, seats, active, self._plan)
+
+    def begin_whole(
+        self, frames: torch.Tensor, positions: torch.Tensor, own: torch.Tensor, active: torch.Tensor
+    ) -> None:
+        """frames int32 [T, blocks]: each row's of the pool's `frames`; positions int64 [T]: of the rows' own tokens."""
+        self._whole = True
+        self._own, self._active = own, active
+        self._pool.form.begin_whole(frames, positions, active, self._plan, block_size=self._pool.host.block_size)
 
     def fetch(self, layer: int, selected: torch.Tensor) -> torch.Tensor:
         """int32 [T, K]: where attention finds the selected tokens in the layer's hot rows, in the same order.
 
-        selected int32 [T, K]: KV slots, -1 for none; a shared layer is given those of its full layer.
+        selected int32 [T, K]: KV slots, -1 for none; a shared layer is given those of its full layer. Where contexts
+        lie whole, the indexer has selected by `frames`, and nothing is left to find.
         """
         pool, plan = self._pool, self._plan
         group = next(number for number, layers in enumerate(pool.groups) if layer in layers)
         layers = pool.groups[group]
-        if layer == layers.start:
+        if self._whole:
+            pass
+        elif layer == layers.start:
             pool.form.resolve(pool.residency, group, self._seats, selected, self._own, self._active, plan)
             self._gather(group, layers[:1])
             # Behind its own rows, which it waits for, the shared layers' come while it and its experts compute.
@@ -131,7 +226,7 @@ class HotStep:
             torch.cuda.current_stream(pool.device).wait_event(self._fetched)
         if layer == pool.groups[-1].stop - 1:
             self._fetched = self._aside(self._write_back)
-        return plan.resident
+        return selected if self._whole else plan.resident
 
     def end(self) -> None:
         """What follows finds the new rows in host memory."""

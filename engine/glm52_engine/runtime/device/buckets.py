@@ -24,7 +24,7 @@ class Bucket:
 
     def __init__(self, step: DecodeStep) -> None:
         self.step = step
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         cuda = step.tokens.is_cuda
         # Rows × (token, position, seat): one copy to the device for all that the host decides.
         self._given = torch.zeros(3, step.batch, dtype=torch.int64, pin_memory=cuda)
@@ -33,10 +33,13 @@ class Bucket:
         self._done = [torch.cuda.Event() if cuda else None for _ in range(2)]
         self._turn = 0
 
-    def capture(self, pool: Any) -> Any:
-        """Run the step on padding rows, which compiles its kernels, then capture it; returns the graphs' pool."""
+    def capture(self, pool: Any, *, whole: bool = False) -> Any:
+        """Run the step on padding rows, which compiles its kernels, then capture it; returns the graphs' pool.
+
+        `whole`: which form of it, see `DecodeStep.run`.
+        """
         self.step.active.zero_()
-        self.step.run()
+        self.step.run(whole=whole)
         if not self.step.tokens.is_cuda:
             self._turn = int(self.step.turn)
             return None
@@ -44,14 +47,19 @@ class Bucket:
         graph = torch.cuda.CUDAGraph()
         # Another rank's thread may allocate memory meanwhile, which the default mode takes for an error of ours.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.step.run()
-        self._graph = graph
+            self.step.run(whole=whole)
+        self._graphs[whole] = graph
         torch.cuda.synchronize(self.step.tokens.device)
         self._turn = int(self.step.turn)
         return graph.pool()
 
-    def load(self, rows: Sequence[tuple[int, int, int]], tables: torch.Tensor) -> None:
-        """Rows of (token, position, seat) become the next step's; `tables` int32 [seats, blocks] on the device."""
+    def load(
+        self, rows: Sequence[tuple[int, int, int]], tables: torch.Tensor, frames: torch.Tensor | None = None
+    ) -> None:
+        """Rows of (token, position, seat) become the next step's; `tables` int32 [seats, blocks] on the device.
+
+        `frames`: the like, where contexts lie whole in a `SparsePool`.
+        """
         count, step = len(rows), self.step
         if self._sent is not None:
             self._sent.synchronize()  # the copy before may still read the buffer
@@ -66,14 +74,17 @@ class Bucket:
         step.lengths.copy_(self._taken[1] + 1)
         step.seats.copy_(self._taken[2])
         step.table.copy_(tables[self._taken[2], : step.table.shape[1]])
+        if frames is not None:
+            step.frames.copy_(frames[self._taken[2], : step.frames.shape[1]])
         step.active.fill_(count)
 
-    def replay(self) -> int:
+    def replay(self, *, whole: bool = False) -> int:
         """Start the step; returns which row of `chosen` will hold its tokens."""
-        if self._graph is None:
-            self.step.run()
+        graph = self._graphs.get(whole)
+        if graph is None:
+            self.step.run(whole=whole)
         else:
-            self._graph.replay()
+            graph.replay()
         turn = self._turn = 1 - self._turn
         event = self._done[turn]
         if event is not None:

@@ -16,7 +16,8 @@ from glm52_engine.model.sparse_pool import SparsePool
 from glm52_engine.model.step import Span
 from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes
 from glm52_engine.runtime.device.mirror import Mirror
-from glm52_engine.runtime.executor import EagerWork, Work, check_finite
+from glm52_engine.runtime.executor import EagerWork, Work, check_finite, counters_of
+from glm52_engine.runtime.types import HotCounters
 from glm52_engine.schedule import blocks_for
 
 log = logging.getLogger(__name__)
@@ -51,11 +52,13 @@ class DeviceExecutor:
         step_tokens: int,
         unpin: Callable[[], object] = lambda: None,
         hot_rows: int | None = None,
+        hot_always: bool = False,
         debug: bool = False,
     ) -> None:
         """`unpin` lets go of the host pool's pages when nothing on the device uses them any more.
 
-        `hot_rows`: HiSparse with hot buffers of so many rows, and no prompts to compute. `debug`: see `HotPool`.
+        `hot_rows`: HiSparse with hot buffers of so many rows, and no prompts to compute; `hot_always`: also where whole
+        contexts would fit. `debug`: see `HotPool`.
         """
         self.pool = pool
         self._unpin = unpin
@@ -73,8 +76,10 @@ class DeviceExecutor:
                 self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)
             else:
                 self._kv = SparsePool(
-                    weights.spec, pool, seats=seats, rows=hot_rows, device=str(self._device), debug=debug
-                )
+                    weights.spec, pool, seats=seats, rows=hot_rows, device=str(self._device),
+                    longest=None if hot_always else blocks_per_seat, debug=debug,
+                )  # fmt: skip
+            self._counted = self._kv if isinstance(self._kv, SparsePool) else None
             self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int32, device=self._device)
             self._buckets = {
                 size: Bucket(
@@ -91,7 +96,8 @@ class DeviceExecutor:
             graphs = None
             for size in sorted(self._buckets, reverse=True):
                 # The largest first: the others' memory is part of its own.
-                graphs = self._buckets[size].capture(graphs)
+                for whole in self._forms():
+                    graphs = self._buckets[size].capture(graphs, whole=whole)
             rows = 0
             if self._prefill is not None:
                 rows = min(2 * SHARED_READS + 1, self.pool.block_size)
@@ -116,9 +122,15 @@ class DeviceExecutor:
             elif arrived and self._mirror is not None:
                 self._mirror.to_device(blocks[: blocks_for(arrived, self.pool.block_size)])
 
+    def end(self, seat: int) -> None:
+        if isinstance(self._kv, SparsePool):
+            self._kv.hot.release(seat)
+
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> Work:
         with self._here():
+            if isinstance(self._kv, SparsePool) and self._kv.hot.settle({span.seat: span.start for span in spans}):
+                self._loaded = self._expected = None
             decodes = [place for place, span in enumerate(spans) if len(span.tokens) == 1]
             largest = max(self._buckets)
             if len(decodes) == len(spans) <= largest and all(span.wants_logits for span in spans):
@@ -144,7 +156,7 @@ class DeviceExecutor:
         with self._here():
             self._loaded = _Rows(last.bucket, tuple((-1, position + 1, seat) for _, position, seat in last.rows))
             self._expected = None
-            return _Replay(self, self._loaded, last.bucket.replay())
+            return _Replay(self, self._loaded, last.bucket.replay(whole=self._whole))
 
     def keep(self, spans: Sequence[Span]) -> None:
         size, mirror = self.pool.block_size, self._mirror
@@ -158,7 +170,12 @@ class DeviceExecutor:
         if self._mirror is not None:
             self._mirror.settle()
 
+    def hot_counters(self) -> HotCounters | None:
+        kv = self._counted
+        return None if kv is None else counters_of(kv.hot)
+
     def close(self) -> None:
+        self._counted = None
         if not self._buckets:
             return
         self.settle()
@@ -174,9 +191,21 @@ class DeviceExecutor:
         wanted = _Rows(bucket, tuple(rows))
         # A step leaves its own successor's inputs on the device: nothing is to be sent where the host wants just that.
         if wanted != self._expected:
-            bucket.load(rows, self._tables)
+            bucket.load(
+                rows, self._tables, self._kv.hot.frames if isinstance(self._kv, SparsePool) and self._whole else None
+            )
         self._loaded, self._expected = wanted, None
-        return _Replay(self, wanted, bucket.replay())
+        return _Replay(self, wanted, bucket.replay(whole=self._whole))
+
+    @property
+    def _whole(self) -> bool:
+        return isinstance(self._kv, SparsePool) and self._kv.hot.whole
+
+    def _forms(self) -> tuple[bool, ...]:
+        """Of a decode step, by whether contexts lie whole: which one runs changes while a rank serves."""
+        if isinstance(self._kv, SparsePool) and self._kv.hot.frames_used[1]:
+            return (False, True)
+        return (False,)
 
     def _groups(self, chunks: list[Span]) -> Iterator[list[Span]]:
         """Chunks that go through one pass, so that short prompts share their weights' way through the card."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from glm52_engine.checkpoint import ModelSpec, Weights
+from glm52_engine.checkpoint import Weights
 from glm52_engine.config import ConfigError, RoleConfig
 from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import KvLayout, Pool
 from glm52_engine.model.device import device_weights
 from glm52_engine.model.sparse_pool import device_bytes
 from glm52_engine.runtime.device.executor import DeviceExecutor
-from glm52_engine.runtime.rank import StepLimits
-from glm52_engine.schedule import Limits, blocks_for
+from glm52_engine.schedule import blocks_for
 from glm52_engine.sizing import gib
+
+if TYPE_CHECKING:
+    from glm52_engine.runtime.load import Measures
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +62,13 @@ def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) ->
 
 
 def executor(
-    rank: int, spec: ModelSpec, weights: Weights, pool: Pool, role: RoleConfig, limits: Limits, step: StepLimits,
-    unpin: Callable[[], object], hot_rows: int | None,
-) -> DeviceExecutor:  # fmt: skip
+    rank: int, measures: Measures, weights: Weights, pool: Pool, role: RoleConfig, unpin: Callable[[], object]
+) -> DeviceExecutor:
+    limits, step = measures.limits, measures.step
     narrow(weights)
-    on_device = device_weights(spec, weights, device(rank))
+    on_device = device_weights(measures.spec, weights, device(rank))
     torch.cuda.empty_cache()  # the tensors that were joined: the room is asked for next
-    check_room(rank, pool, role, hot_rows)
+    check_room(rank, pool, role, measures.hot_rows)
     return DeviceExecutor(
         on_device,
         pool,
@@ -74,7 +77,8 @@ def executor(
         vocab_bound=step.vocab_bound,
         step_tokens=step.budget,
         unpin=unpin,
-        hot_rows=hot_rows,
+        hot_rows=measures.hot_rows,
+        hot_always=measures.hot_always,
     )
 
 

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from e2e.busy import PORT as BUSY_PORT
-from e2e.busy import READY_SECONDS
-from e2e.busy import manifest as busy_manifest
+from e2e import busy as busy_deployment
 from e2e.cluster import Cluster
+from e2e.deployed import Deployed
 from e2e.kube import Kubectl, until, wait_ready
 from e2e.manifests import deployment
 from e2e.reference import Reference
 
-BUSY = busy_manifest()
 CHAT = "chat"
 CHAT_PORT = 30081
 
@@ -55,21 +53,27 @@ def chat_url(chat: Kubectl) -> str:
 
 
 @pytest.fixture(scope="module")
-def busy(kubectl: Kubectl) -> Iterator[Kubectl]:
-    """kubectl in the namespace of a Ready deployment `busy`: two of everything; see e2e.busy."""
+def drain_seconds() -> int:
+    """The window of `busy`; a module may have its own."""
+    return 20
+
+
+@pytest.fixture(scope="module")
+def busy(kubectl: Kubectl, drain_seconds: int) -> Iterator[Deployed]:
+    """A Ready deployment with two of everything; see e2e.busy."""
     namespace = "t-busy"
     kubectl("delete", "namespace", namespace, "--ignore-not-found", timeout=180)
     kubectl("create", "namespace", namespace)
-    within = kubectl.within(namespace)
-    within.apply(BUSY)
-    wait_ready(within, BUSY["metadata"]["name"], READY_SECONDS)
-    yield within
+    found = Deployed(kubectl.within(namespace), busy_deployment.NAME)
+    found.kube.apply(busy_deployment.manifest(drain_seconds))
+    found.wait()
+    yield found
     kubectl("delete", "namespace", namespace, "--wait=false")
 
 
 @pytest.fixture(scope="module")
-def busy_url(busy: Kubectl) -> str:
-    return router_url(BUSY_PORT)
+def busy_url(busy: Deployed) -> str:
+    return router_url(busy_deployment.PORT)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,10 @@
-"""What can befall an engine: signals from outside, memory that runs out. No pod takes part in its own."""
+"""What can befall an engine: signals from outside, memory that runs out, a node that falls silent. No pod takes part in
+its own."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from e2e.cluster import Cluster
 from e2e.kube import Failed, Kubectl, Object
@@ -45,3 +49,14 @@ def fill_memory(kube: Kubectl, pod: str) -> None:
     """Takes memory in the engine's container until its limit is reached; returns when the kernel has ended it."""
     # As every process in it, this one ends with the container.
     kube("exec", pod, "-c", ENGINE, "--", "python3", "-c", FILL, check=False, timeout=120)
+
+
+@contextlib.contextmanager
+def silent_kubelet(cluster: Cluster, node: str) -> Iterator[None]:
+    """The node's kubelet is stopped: containers run on, and the API server learns nothing of them. It is told that the
+    node is not ready after 50 s."""
+    cluster.on_node(node, "systemctl", "kill", "--signal=STOP", "kubelet")
+    try:
+        yield
+    finally:
+        cluster.on_node(node, "systemctl", "kill", "--signal=CONT", "kubelet")

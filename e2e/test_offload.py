@@ -85,7 +85,7 @@ def test_memory_is_limited_as_sized(sparse: Kubectl, pod: str, role: str, size: 
     resources = engine(sparse.get("pod", pod))["resources"]
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
     # What the kernel holds the container to, and not what was asked for.
-    limit = sparse("exec", pod, "-c", "engine", "--", "python", "-c", READ_LIMIT).stdout
+    limit = sparse("exec", pod, "-c", "engine", "--", "python3", "-c", READ_LIMIT).stdout
     assert int(limit) == size
     status: Any = (sparse.get("glm52", NAME) or {})["status"]
     assert said in status[role]["memory"]["explanation"]
@@ -107,7 +107,7 @@ def test_only_prefill_has_a_store_and_only_decode_hot_buffers(sparse: Kubectl) -
     assert "store" not in configs[DECODE]["decode"]
     assert not [name for name in sparse.metrics(DECODE) if name.startswith("glm52_store")]
     # The client is a process of its own, where there is one.
-    clients = {pod: int(sparse("exec", pod, "-c", "engine", "--", "python", "-c", COUNT).stdout) for pod in configs}
+    clients = {pod: int(sparse("exec", pod, "-c", "engine", "--", "python3", "-c", COUNT).stdout) for pod in configs}
     assert clients == {PREFILL[0]: 1, DECODE: 0}
 
 
@@ -132,6 +132,7 @@ def test_the_second_prefill_pod_computes_only_the_rest(sparse: Kubectl) -> None:
     assert sorted(moved[pod]["fetched"] for pod in PREFILL) == [0, HEAD]
 
 
+@pytest.mark.runbook("Share prefixes between prefill pods")
 def test_a_killed_master_costs_computation_and_no_request(sparse: Kubectl) -> None:
     asked = [prompt(2, own) for own in range(4)]
     expected = [ask(sparse, tokens) for tokens in asked]

@@ -14,13 +14,13 @@ NAME = "busy"
 PORT = 30083
 
 
-def manifest(drain_seconds: int) -> Object:
+def manifest() -> Object:
     return deployment(
         NAME,
         prefill={"replicas": 2},
         decode={"replicas": 2},
         router={"replicas": 2, "service": {"type": "NodePort", "nodePort": PORT}},
-        drain={"windowSeconds": drain_seconds},
+        drain={"windowSeconds": 20},
         crashPolicy={"backoffBaseSeconds": 1, "backoffMaxSeconds": 5},
     )
 

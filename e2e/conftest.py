@@ -53,19 +53,13 @@ def chat_url(chat: Kubectl) -> str:
 
 
 @pytest.fixture(scope="module")
-def drain_seconds() -> int:
-    """The window of `busy`; a module may have its own."""
-    return 20
-
-
-@pytest.fixture(scope="module")
-def busy(kubectl: Kubectl, drain_seconds: int) -> Iterator[Deployed]:
+def busy(kubectl: Kubectl) -> Iterator[Deployed]:
     """A Ready deployment with two of everything; see e2e.busy."""
     namespace = "t-busy"
     kubectl("delete", "namespace", namespace, "--ignore-not-found", timeout=180)
     kubectl("create", "namespace", namespace)
     found = Deployed(kubectl.within(namespace), busy_deployment.NAME)
-    found.kube.apply(busy_deployment.manifest(drain_seconds))
+    found.kube.apply(busy_deployment.manifest())
     found.wait()
     yield found
     kubectl("delete", "namespace", namespace, "--wait=false")

@@ -24,14 +24,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.disruptive, pytest.mark.timeout(R
 BACK_SECONDS = 240
 """Until a replica that was killed serves again: its start, and what else the machine does."""
 HANGING_SECONDS = 300
-"""The same of one that hangs: three liveness probes of 10 s, and its grace period, before that."""
+"""The same of one that hangs: three liveness probes of 10 s, and the time to end, before that."""
 DECODE, OTHER_DECODE, PREFILL = f"{NAME}-decode-0", f"{NAME}-decode-1", f"{NAME}-prefill-0"
-
-
-@pytest.fixture(scope="module")
-def drain_seconds() -> int:
-    """A replica that hangs is killed when its grace period is over, which is this and 21 s more."""
-    return 5
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,25 @@ class RoleConfig(_Strict):
     store: StoreConfig | None = Field(default=None, description="Absent: prefixes are shared within a pod only.")
 
 
+NET_DEVICES_PATTERN = r"^(auto|[A-Za-z0-9_.-]+(:[0-9]+)?(,[A-Za-z0-9_.-]+(:[0-9]+)?)*)$"
+
+
+class KvTransferConfig(_Strict):
+    """How KV crosses from prefill to decode."""
+
+    net_devices: str = Field(
+        default="auto",
+        max_length=1024,
+        pattern=NET_DEVICES_PATTERN,
+        description="Network devices by name, separated by commas, an RDMA device with its port (mlx5_0:1); auto: "
+        "every active one.",
+    )
+    checksums: Annotated[bool, Field(strict=True)] = Field(
+        default=False,
+        description="Whether every block that arrives is compared with what it is at prefill: for debugging.",
+    )
+
+
 class DrainConfig(_Strict):
     window_seconds: Annotated[int, Field(ge=0, le=86_400, strict=True)] = Field(
         description="Most seconds that running requests get to finish after a drain begins."
@@ -164,6 +183,9 @@ class EngineConfig(_Strict):
     decode: RoleConfig | None = None
     drain: DrainConfig
     accelerator: Accelerator = Field(default="cpu", description="What the pods compute on.")
+    kv_transfer: KvTransferConfig | None = Field(
+        default=None, description="How KV crosses between pods; absent: by every device, unchecked."
+    )
     discovery: DiscoveryConfig | None = Field(
         default=None, description="Absent without Kubernetes: the router is then given URLs."
     )
@@ -274,6 +296,9 @@ class Termination(BaseModel):
     rank: int | None = Field(default=None, description="The rank that failed, where one did.")
     code: int = Field(default=0, description="Exit code of the process.")
     log: tuple[str, ...] = Field(default=(), description="The last log lines before a crash, oldest first.")
+    consequence: bool = Field(
+        default=False, description="Another host of the replica ended, or was told to, and this one with it."
+    )
 
     def encode(self) -> str:
         """JSON of at most TERMINATION_MESSAGE_LIMIT bytes: else the kubelet would cut the JSON itself."""
@@ -296,6 +321,3 @@ class Termination(BaseModel):
             return cls.model_validate_json(text)
         except ValidationError:
             return None
-    consequence: bool = Field(
-        default=False, description="Another host of the replica ended, or was told to, and this one with it."
-    )

@@ -19,13 +19,10 @@ from glm52_engine.lifecycle.termination import host_name
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.messages import Agent, Fetch, Fetched
 from glm52_engine.ranks.spans import RankSpan
-from glm52_engine.transfer.agent import PULL_SECONDS, Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.agent import LINGER_SECONDS, Peer, Pull, TransferAgent, TransferError
 from glm52_engine.transfer.descriptors import Region
 
 log = logging.getLogger(__name__)
-
-LINGER_SECONDS = PULL_SECONDS
-"""After the last held KV was given up a peer that had begun to read it still needs our progress."""
 
 
 def agent_of(peer: Peer) -> Agent:
@@ -146,6 +143,13 @@ class ReplicaAgent:
                 asked.result()
             raise cancelled
         return asked.result()
+
+    def cut(self, peer: str, reason: str) -> None:
+        """Pulls into pools of other hosts are not reached: they end by their own limit."""
+        self._own.cut(peer, reason)
+
+    async def checksums(self, rank: int, blocks: Sequence[int]) -> list[int] | None:
+        return await self._own.checksums(rank, blocks) if rank < len(self._own.regions) else None
 
     def close(self) -> None:
         self._own.close()

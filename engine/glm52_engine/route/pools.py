@@ -24,7 +24,8 @@ class Pools:
         self._ready: dict[Role, frozenset[str]] = {role: frozenset() for role in get_args(Role)}
         self._in_flight: Counter[str] = Counter()
         self._suspect_until: dict[str, float] = {}
-        self._turn = 0
+        # By role: of a turn that both share, a request takes two, and one of two equal pods would get all requests.
+        self._turns: Counter[Role] = Counter()
         self._changed = asyncio.Event()
 
     def update(self, role: Role, urls: frozenset[str]) -> None:
@@ -54,11 +55,11 @@ class Pools:
 
     def pick(self, role: Role, tried: Collection[str] = ()) -> str | None:
         now = self._clock()
-        self._turn += 1
+        self._turns[role] += 1
         candidates = [
             Candidate(url, self._in_flight[url], self._suspect_until.get(url, 0.0) > now) for url in self._ready[role]
         ]
-        chosen = choose(candidates, tried=tried, turn=self._turn)
+        chosen = choose(candidates, tried=tried, turn=self._turns[role])
         return chosen.url if chosen else None
 
     async def wait_pick(self, role: Role, tried: Collection[str], seconds: float) -> str | None:

@@ -23,11 +23,19 @@ from glm52_engine.serve.errors import ApiError, no_route, wrong_method
 from glm52_engine.serve.fields import MAX_BODY_BYTES
 from glm52_engine.serve.metrics import CONTENT_TYPE
 from glm52_engine.serve.pod import DecodeCall, Pod, PrefillCall, read_call, told
-from glm52_engine.serve.prefill import prefill, release_lease, renew_lease
+from glm52_engine.serve.prefill import heartbeat, prefill, release_lease, renew_lease
 from glm52_engine.serve.sender import Answering, Sender
 from glm52_engine.serve.tokenize import detokenize, tokenize
 from glm52_engine.serve.watch import Watch
-from glm52_engine.transfer.peers import AGENT_PATH, LEASE_PATH, RELEASE_PATH, agent_card
+from glm52_engine.transfer.peers import (
+    AGENT_PATH,
+    BEAT_PATH,
+    LEASE_PATH,
+    RELEASE_PATH,
+    BeatCall,
+    LeaseCall,
+    agent_card,
+)
 
 INTERNAL_BODY_BYTES = MAX_BODY_BYTES * 2
 """A decode call carries the client's body and the prompt's token ids."""
@@ -184,7 +192,13 @@ def _prefill_routes(app: FastAPI, pod: Pod) -> None:
 
     @app.post(LEASE_PATH)
     async def lease(request: Request) -> JSONResponse:
-        return JSONResponse(renew_lease(pod, await read_body(request, dict)).model_dump())
+        call = await read_body(request, partial(read_call, LeaseCall))
+        return JSONResponse((await renew_lease(pod, call)).model_dump())
+
+    @app.post(BEAT_PATH)
+    async def beat(request: Request) -> JSONResponse:
+        call = await read_body(request, partial(read_call, BeatCall))
+        return JSONResponse(heartbeat(pod, call).model_dump())
 
     @app.post(RELEASE_PATH)
     async def release(request: Request) -> JSONResponse:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from glm52_engine.lifecycle.life import Life, Refused
 from glm52_engine.runtime.types import Blocks, EngineBusy, Request, Token
@@ -250,8 +251,9 @@ async def _reserve(run: _Run, request: Request, kv: KvReference) -> Blocks:
     """Waits for a seat and blocks while keeping prefill's lease alive; a lost lease ends the wait."""
     with run.parts.puller.keeping(kv, run.call_id) as lost:
         seat = asyncio.ensure_future(run.parts.engine.reserve(request))
+        either: set[asyncio.Future[Any]] = {seat, lost}
         try:
-            await asyncio.wait({seat, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not seat.done():
                 lost.result()
                 raise TransferError("the lease of the prompt's KV was lost")

@@ -38,8 +38,8 @@ class _Snapshot(Collector):
         self._stats = stats
         self._kv = kv
         self._leases = leases
-
         self._phases = phases
+
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats is not None:
@@ -62,13 +62,13 @@ class _Snapshot(Collector):
             ends.add_metric([outcome], count)
         yield ends
         yield GaugeMetricFamily("glm52_kv_leases", "Prompts whose KV is held for a decode peer", value=self._leases())
-
         start = GaugeMetricFamily(
             "glm52_startup_phase_seconds", "Time of each phase of the start; phases overlap", labels=["host", "phase"]
         )
         for host, phase in self._phases():
             start.add_metric([host, phase.name], phase.ended - phase.began)
         yield start
+
     def _engine(self, stats: Stats) -> Iterator[Metric]:
         used = 1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
         gauges: dict[str, tuple[str, float]] = {
@@ -133,11 +133,11 @@ class Metrics:
         leases: Callable[[], int],
         phases: Callable[[], Iterable[tuple[str, Phase]]] = tuple,
     ) -> None:
+        """`phases`: host and phase of the start."""
         self.model = model
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Snapshot(model, stats, kv, leases, phases))
         self.success = self._counter("vllm:request_success", "Requests that finished", "finished_reason")
-        """`phases`: host and phase of the start."""
         self.aborted = self._counter("glm52_requests_aborted", "Requests whose client went away").labels(model)
         self.failed = self._counter("glm52_requests_failed", "Requests that were refused or failed", "status")
         seconds = self._histogram

@@ -17,7 +17,7 @@ from glm52_engine.serve.queued import unless_drained
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import engine_request, new_seed, prompt_ids
 from glm52_engine.serve.watch import Watch
-from glm52_engine.transfer.peers import KvReference, LeaseCard
+from glm52_engine.transfer.peers import BeatCall, BeatCard, KvReference, LeaseCall, LeaseCard
 
 log = logging.getLogger(__name__)
 
@@ -107,23 +107,34 @@ def _hold(
     return answer.model_copy(update={"kv": kv})
 
 
-def renew_lease(pod: Pod, body: dict[str, Any]) -> LeaseCard:
-    parts = pod.parts()
-    request_id, agent = body.get("id"), body.get("agent")
-    if not isinstance(request_id, str):
-        raise bad("id: expected a string", param="id")
-    if agent is not None and agent != parts.agent.name:
-        raise ApiError(410, f"this pod's agent is {parts.agent.name}: {agent} is gone", code="agent_gone")
-    lease = parts.holder.renew(request_id)
+async def renew_lease(pod: Pod, call: LeaseCall) -> LeaseCard:
+    parts = _called(pod, call.agent)
+    lease = parts.holder.renew(call.id)
     if lease is None:
-        raise ApiError(404, f"no KV is held for request {request_id}: its lease is over", code="no_lease")
+        raise ApiError(404, f"no KV is held for request {call.id}: its lease is over", code="no_lease")
+    blocks = lease.blocks
     return LeaseCard(
-        rank=lease.blocks.rank,
-        blocks=list(lease.blocks.ids),
+        rank=blocks.rank,
+        blocks=list(blocks.ids),
         num_tokens=lease.num_tokens,
         digest=lease.digest,
-        seconds=parts.holder.table.seconds,
+        seconds=parts.holder.table.heard_seconds,
+        checksums=await parts.agent.checksums(blocks.rank, blocks.ids) if call.checksums else None,
     )
+
+
+def heartbeat(pod: Pod, call: BeatCall) -> BeatCard:
+    holder = _called(pod, call.agent).holder
+    held = [request_id for request_id in call.ids if holder.renew(request_id) is not None]
+    return BeatCard(held=held, seconds=holder.table.heard_seconds)
+
+
+def _called(pod: Pod, agent: str) -> Loaded:
+    """Raises ApiError for a life of this pod that is over: its blocks are nobody's any more."""
+    parts = pod.parts()
+    if agent != parts.agent.name:
+        raise ApiError(410, f"this pod's agent is {parts.agent.name}: {agent} is gone", code="agent_gone")
+    return parts
 
 
 def release_lease(pod: Pod, body: dict[str, Any]) -> dict[str, Any]:

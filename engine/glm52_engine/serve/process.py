@@ -17,7 +17,7 @@ import aiohttp
 import uvicorn
 from starlette.types import ASGIApp
 
-from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
+from glm52_engine.config import ConfigError, EngineConfig, KvTransferConfig, Outcome, Role, read_engine_config
 from glm52_engine.hardware.health import Verdict
 from glm52_engine.hardware.nvml import watch_gpus
 from glm52_engine.lifecycle import logs, trace
@@ -250,12 +250,20 @@ class Process:
         grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
+        crossing = self.config.kv_transfer or KvTransferConfig()
         own = TransferAgent(name, engine.pools, on_notice=holder.notice_from_agent, expects=holder.expects)
         agent = agent_for(engine, own, holder.notice_from_agent)
         on_phase("registering the KV pools for transfer")
         await in_thread(agent.start)
         print_of = fingerprint(engine)
-        puller = Puller(agent, print_of, aiohttp.ClientSession(), self.pod.counters, self.pod.token.sent)
+        puller = Puller(
+            agent,
+            print_of,
+            aiohttp.ClientSession(),
+            self.pod.counters,
+            self.pod.token.sent,
+            checksums=crossing.checksums,
+        )
         self._spawn(holder.expire_forever())
         return Loaded(engine, tokenizer, grammars, agent, holder, puller, print_of, stopped)
 

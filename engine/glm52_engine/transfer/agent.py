@@ -18,12 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from glm52_engine.runtime.types import KvPool
+from glm52_engine.transfer.checksums import checksums
 from glm52_engine.transfer.descriptors import Region, runs
 
 log = logging.getLogger(__name__)
 
-PULL_SECONDS = 20.0
-"""Shorter than a lease: blocks that are being read cannot be handed to another request meanwhile."""
+PULL_SECONDS = 60.0
+"""Most for one pull: 12 GB, the longest prompts in bfloat16, at 0.2 GB/s. Heartbeats end it sooner where the lease or
+the peer is lost."""
+
+LINGER_SECONDS = 20.0
+"""For a peer that reads what was given up meanwhile to learn of it: until then its READ needs our progress."""
 
 BUSY_POLL_SECONDS = 0.0005
 NOTICE_POLL_SECONDS = 0.001
@@ -75,6 +80,12 @@ class _Job:
     handle: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    name: str
+    reason: str
+
+
 @dataclass(slots=True)
 class _Call:
     run: Callable[[], object]
@@ -100,6 +111,14 @@ class KvAgent(Protocol):
 
     async def pull(self, pull: Pull) -> int: ...
 
+    def cut(self, peer: str, reason: str) -> None:
+        """From any thread: pulls from that agent fail now, with this reason, and none of its bytes comes any more."""
+        ...
+
+    async def checksums(self, rank: int, blocks: Sequence[int]) -> list[int] | None:
+        """CRC-32 of blocks of a rank's pool; None where the pool is another pod's."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -115,7 +134,9 @@ class TransferAgent:
         self._pools = pools
         self._on_notice = on_notice
         self._expects = expects
-        self._inbox: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | _Call | _Cut | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._over = False
         self._jobs: list[_Job] = []
         self._known: set[str] = set()
         self._nixl: Any = None
@@ -132,7 +153,7 @@ class TransferAgent:
         """Creates the agent and registers every pool once; blocks until that is done."""
         self._thread.start()
         call = _Call(self._open)
-        self._inbox.put(call)
+        self._hand_over(call)
         call.done.result()
 
     async def pull(self, pull: Pull, *, seconds: float = PULL_SECONDS) -> int:
@@ -141,7 +162,7 @@ class TransferAgent:
         A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
         """
         job = _Job(pull, Future(), time.monotonic() + seconds)
-        self._inbox.put(job)
+        self._hand_over(job)
         future = asyncio.wrap_future(job.done)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
@@ -155,11 +176,32 @@ class TransferAgent:
             raise cancelled
         return future.result()
 
+    def cut(self, peer: str, reason: str) -> None:
+        with contextlib.suppress(TransferError):
+            self._hand_over(_Cut(peer, reason))
+
+    async def checksums(self, rank: int, blocks: Sequence[int]) -> list[int] | None:
+        # On the agent's thread: pools are let go only when that has ended.
+        call = _Call(lambda: checksums(self.regions[rank], blocks))
+        self._hand_over(call)
+        try:
+            found: list[int] = await asyncio.wrap_future(call.done)
+        except ValueError as error:
+            raise TransferError(str(error)) from error
+        return found
+
     def close(self, timeout: float = 5.0) -> None:
         """Ends running pulls, deregisters the pools and joins the thread."""
         if self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join(timeout)
+
+    def _hand_over(self, item: _Job | _Call | _Cut) -> None:
+        with self._gate:
+            if self._over:
+                # Nobody would ever look at it.
+                raise TransferError("the pod is going away")
+            self._inbox.put(item)
 
     # Everything below runs on the agent's thread.
 
@@ -183,6 +225,9 @@ class TransferAgent:
                 return False
             if isinstance(item, _Call):
                 _settle(item.done, item.run)
+            elif isinstance(item, _Cut):
+                for job in [job for job in self._jobs if job.pull.peer.name == item.name]:
+                    self._fail(job, item.reason)
             else:
                 self._begin(item)
         self._jobs = [job for job in self._jobs if self._runs_on(job)]
@@ -284,12 +329,14 @@ class TransferAgent:
     def _shut(self) -> None:
         for job in self._jobs:
             self._fail(job, "the pod is going away")
+        with self._gate:
+            self._over = True
         while True:
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            if item is not None:
+            if item is not None and not isinstance(item, _Cut) and not item.done.done():
                 item.done.set_exception(TransferError("the pod is going away"))
         if self._nixl is not None:
             with contextlib.suppress(Exception):
@@ -298,6 +345,8 @@ class TransferAgent:
 
 
 def _settle(done: Future[Any], run: Callable[[], object]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return  # who asked has gone
     try:
         done.set_result(run())
     except BaseException as error:

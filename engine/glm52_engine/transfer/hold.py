@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm52_engine.runtime.types import Blocks, Engine
-from glm52_engine.transfer.agent import PULL_SECONDS
+from glm52_engine.transfer.agent import LINGER_SECONDS
 from glm52_engine.transfer.lease import Lease, LeaseTable
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class Holder:
     def expects(self) -> bool:
         """Whether a peer may be reading, so that the agent has to make progress.
 
-        Also for a while after KV was given up: a peer that had begun would else hang until its pull is overdue, and
-        keep the seat of a request that nobody waits for any more.
+        Also for a while after KV was given up: a peer that had begun would else hang until it learns of that, and keep
+        the seat of a request that nobody waits for any more.
         """
         return bool(self.table) or self.clock() < self._lingers
 
@@ -81,7 +81,7 @@ class Holder:
             self.table.refuse(request_id, self.clock())
             return False
         self.counters.given_up += 1
-        self._lingers = self.clock() + PULL_SECONDS
+        self._lingers = self.clock() + LINGER_SECONDS
         self._free(request_id)
         return True
 

@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 from glm52_engine.runtime.types import Blocks
 
 LEASE_SECONDS = 30.0
-"""A decode peer that still waits for a seat renews its lease long before this; a dead one frees the blocks after it."""
+"""For a decode pod to be found that takes the request, and to be heard of."""
+
+HEARD_SECONDS = 15.0
+"""From a decode pod's last heartbeat: several of them may be late before its KV is anybody's, and one that died
+frees the blocks after it."""
 
 
 def prompt_digest(prompt: Sequence[int]) -> str:
@@ -30,8 +34,11 @@ class Lease:
 
 
 class LeaseTable:
-    def __init__(self, seconds: float = LEASE_SECONDS) -> None:
+    """`seconds`: from the grant; `heard_seconds`: from a renewal."""
+
+    def __init__(self, seconds: float = LEASE_SECONDS, heard_seconds: float = HEARD_SECONDS) -> None:
         self.seconds = seconds
+        self.heard_seconds = heard_seconds
         self._leases: dict[str, Lease] = {}
         self._unwanted: dict[str, float] = {}
 
@@ -48,7 +55,7 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is None or now >= lease.ends_at:
             return None
-        self._leases[request_id] = lease = replace(lease, ends_at=now + self.seconds)
+        self._leases[request_id] = lease = replace(lease, ends_at=now + self.heard_seconds)
         return lease
 
     def read(self, request_id: str) -> Lease | None:

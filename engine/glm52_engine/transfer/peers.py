@@ -7,6 +7,7 @@ import base64
 import binascii
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,21 +17,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from glm52_engine.config import INTERNAL_TOKEN_HEADER
 from glm52_engine.runtime.types import Blocks
 from glm52_engine.transfer.agent import KvAgent, Peer, Pull, TransferError
+from glm52_engine.transfer.checksums import damage
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.fingerprint import Fingerprint, difference
+from glm52_engine.transfer.heartbeats import At, Beat, Claim, Heartbeats, PeerGone
 from glm52_engine.transfer.hold import TransferCounters, notice
 from glm52_engine.transfer.lease import prompt_digest
 
 log = logging.getLogger(__name__)
-
-RENEW_SECONDS = 10.0
-"""A third of a lease: two lost renewals do not end it."""
 
 ASK_SECONDS = 10.0
 """For one small question to a prefill pod; well inside its lease."""
 
 AGENT_PATH = "/internal/v1/kv/agent"
 LEASE_PATH = "/internal/v1/kv/lease"
+BEAT_PATH = "/internal/v1/kv/heartbeat"
 RELEASE_PATH = "/internal/v1/kv/release"
 
 
@@ -78,6 +79,14 @@ def agent_card(peer: Peer) -> AgentCard:
     )
 
 
+class LeaseCall(_Message):
+    """POST /internal/v1/kv/lease. `checksums`: of the blocks, to compare what arrives with."""
+
+    id: str
+    agent: str
+    checksums: bool = False
+
+
 class LeaseCard(_Message):
     """Answer of POST /internal/v1/kv/lease: what prefill itself says it holds, for `seconds` more."""
 
@@ -85,6 +94,22 @@ class LeaseCard(_Message):
     blocks: list[int]
     num_tokens: int
     digest: str
+    seconds: float
+    checksums: list[int] | None = None
+    """Where they were asked for and the blocks are in the pod that answers."""
+
+
+class BeatCall(_Message):
+    """POST /internal/v1/kv/heartbeat: renews the leases of these requests."""
+
+    ids: list[str]
+    agent: str
+
+
+class BeatCard(_Message):
+    """Answer of POST /internal/v1/kv/heartbeat: those of them that are held, for `seconds` more."""
+
+    held: list[str]
     seconds: float
 
 
@@ -100,8 +125,13 @@ class Puller:
         session: aiohttp.ClientSession,
         counters: TransferCounters,
         token: str,
+        *,
+        checksums: bool = False,
     ) -> None:
+        """`checksums`: whether every block that was pulled is compared with what it is at prefill, for debugging."""
         self.agent = agent
+        self.checksums = checksums
+        self.beats = Heartbeats(self._beat)
         self.ours = ours
         self.session = session
         self.counters = counters
@@ -117,14 +147,15 @@ class Puller:
             raise KvMismatch(f"prefill {kv.address} and this decode pod cannot exchange KV: {wrong}")
 
     @contextlib.contextmanager
-    def keeping(self, kv: KvReference, request_id: str) -> Iterator[asyncio.Task[None]]:
-        """Renews the lease while the request waits for a seat. The task ends only by a lost lease, which is a failed
-        pull: it would have been one."""
-        task = asyncio.create_task(self._renew_forever(kv, request_id))
-        try:
-            yield task
-        finally:
-            task.cancel()
+    def keeping(self, kv: KvReference, request_id: str) -> Iterator[asyncio.Future[None]]:
+        """Renews the lease while the request waits for a seat. The future ends only by a lost lease or a dead peer,
+        which is a failed pull: it would have been one."""
+        with self.beats.claim(At(kv.address, kv.agent), request_id) as claim:
+            try:
+                yield claim.lost
+            except TransferError:
+                self.counters.pulls_failed += 1
+                raise
 
     async def pull(self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks) -> int:
         """Confirms the lease, reads the KV into the first blocks of `into`, and counts the bytes."""
@@ -152,30 +183,64 @@ class Puller:
         if len(kv.blocks) > len(into.ids):
             raise TransferError(f"{len(kv.blocks)} blocks of KV for {len(into.ids)} reserved ones")
         peer = await self._peer(kv)
-        # The last word before the READ: the lease is alive, is this request's, and outlives the longest pull.
-        lease = await self._renew(kv, request_id)
-        held = (lease.rank, lease.blocks, lease.num_tokens, lease.digest)
-        if held != (kv.rank, kv.blocks, len(prompt), prompt_digest(prompt)):
-            raise TransferError(f"prefill {kv.address} holds other KV for request {request_id} than was said")
-        size = len(kv.blocks) * self.agent.regions[into.rank].block_bytes
-        local = into.ids[: len(kv.blocks)]
+        with self.beats.claim(At(kv.address, kv.agent), request_id) as claim:
+            # The last word before the READ: the lease is alive and is this request's.
+            asked = time.monotonic()
+            lease = await self._renew(kv, request_id)
+            claim.until = asked + lease.seconds
+            held = (lease.rank, lease.blocks, lease.num_tokens, lease.digest)
+            if held != (kv.rank, kv.blocks, len(prompt), prompt_digest(prompt)):
+                raise TransferError(f"prefill {kv.address} holds other KV for request {request_id} than was said")
+            try:
+                pull = self._read_of(peer, kv, request_id, into)
+                size = await self._read(pull, claim)
+            except TransferError:
+                self._peers.pop(kv.agent, None)
+                raise
+            if time.monotonic() >= claim.until:
+                # Its blocks may have been another request's before the last byte was read.
+                raise TransferError(f"the lease at prefill {kv.address} ran out while its KV was read")
+        await self._compare(kv, lease, Blocks(into.rank, tuple(pull.local_ids)))
+        return size
+
+    def _read_of(self, peer: Peer, kv: KvReference, request_id: str, into: Blocks) -> Pull:
         try:
             holding = peer.holding(kv.rank)
         except ValueError as error:
             raise TransferError(f"prefill {kv.address} names a place that it does not have: {error}") from error
-        pull = Pull(holding, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))
+        size = len(kv.blocks) * self.agent.regions[into.rank].block_bytes
+        local = into.ids[: len(kv.blocks)]
+        return Pull(holding, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))
+
+    async def _read(self, pull: Pull, claim: Claim) -> int:
+        """The pull, ended at once when the lease or the peer is lost."""
+        reading = asyncio.ensure_future(self.agent.pull(pull))
+        either: set[asyncio.Future[Any]] = {reading, claim.lost}
         try:
-            return await self.agent.pull(pull)
-        except TransferError:
-            self._peers.pop(kv.agent, None)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TransferError):
+                await reading
             raise
+        if not reading.done():
+            self.agent.cut(pull.peer.name, str(claim.lost.exception()))
+        return await reading
+
+    async def _compare(self, kv: KvReference, lease: LeaseCard, came: Blocks) -> None:
+        if lease.checksums is None:
+            return
+        ours = await self.agent.checksums(came.rank, came.ids)
+        wrong = damage(lease.checksums, ours) if ours is not None else ""
+        if wrong:
+            raise TransferError(f"KV from prefill {kv.address} is damaged: {wrong}")
 
     async def _peer(self, kv: KvReference) -> Peer:
         known = self._peers.get(kv.agent)
         if known is not None:
             return known
         try:
-            peer = AgentCard.model_validate(await self._ask("GET", kv, AGENT_PATH, None)).peer()
+            peer = AgentCard.model_validate(await self._ask("GET", kv.address, AGENT_PATH, None)).peer()
         except (ValidationError, binascii.Error) as error:
             raise TransferError(f"prefill {kv.address} describes its transfer agent wrongly: {error}") from error
         if peer.name != kv.agent:
@@ -187,36 +252,34 @@ class Puller:
 
     async def _renew(self, kv: KvReference, request_id: str) -> LeaseCard:
         try:
-            return LeaseCard.model_validate(
-                await self._ask("POST", kv, LEASE_PATH, {"id": request_id, "agent": kv.agent})
-            )
+            call = LeaseCall(id=request_id, agent=kv.agent, checksums=self.checksums)
+            return LeaseCard.model_validate(await self._ask("POST", kv.address, LEASE_PATH, call.model_dump()))
         except ValidationError as error:
             raise TransferError(f"prefill {kv.address} describes a lease wrongly: {error}") from error
 
-    async def _renew_forever(self, kv: KvReference, request_id: str) -> None:
-        while True:
-            await asyncio.sleep(RENEW_SECONDS)
-            try:
-                await self._renew(kv, request_id)
-            except TransferError:
-                self.counters.pulls_failed += 1
-                raise
+    async def _beat(self, at: At, ids: Sequence[str]) -> Beat:
+        call = BeatCall(ids=list(ids), agent=at.agent)
+        try:
+            card = BeatCard.model_validate(await self._ask("POST", at.address, BEAT_PATH, call.model_dump()))
+        except ValidationError as error:
+            raise PeerGone(f"prefill {at.address} answers a heartbeat wrongly: {error}") from error
+        return Beat(frozenset(card.held), card.seconds)
 
     async def _give_up(self, kv: KvReference, request_id: str) -> None:
         with contextlib.suppress(TransferError):
-            await self._ask("POST", kv, RELEASE_PATH, {"id": request_id})
+            await self._ask("POST", kv.address, RELEASE_PATH, {"id": request_id})
 
-    async def _ask(self, method: str, kv: KvReference, path: str, body: dict[str, Any] | None) -> Any:
+    async def _ask(self, method: str, address: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
             timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
-            url = f"http://{kv.address}{path}"
+            url = f"http://{address}{path}"
             async with self.session.request(method, url, json=body, headers=self._headers, timeout=timeout) as response:
                 if response.status != 200:
-                    raise TransferError(
-                        f"prefill {kv.address} answers {path} with {response.status}: {await response.text()}"
-                    )
+                    raise PeerGone(f"prefill {address} answers {path} with {response.status}: {await response.text()}")
                 return await response.json()
+        except aiohttp.ClientConnectorError as error:
+            raise PeerGone(f"prefill {address} does not answer {path}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise TransferError(
-                f"prefill {kv.address} does not answer {path}: {error or type(error).__name__}"
+                f"prefill {address} does not answer {path}: {str(error) or type(error).__name__}"
             ) from error

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from glm52_engine.route.choose import Candidate, choose
+from glm52_engine.route.pools import Pools
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,13 @@ def test_equals_take_turns() -> None:
     equals = [Candidate("b", 0), Candidate("a", 0), Candidate("c", 1)]
     turns = [choose(equals, turn=turn) for turn in range(4)]
     assert [found.url for found in turns if found] == ["a", "b", "a", "b"]
+
+
+async def test_a_request_takes_a_turn_of_each_role() -> None:
+    pools = Pools()
+    pools.update("prefill", frozenset({"p0", "p1"}))
+    pools.update("decode", frozenset({"d0", "d1"}))
+    picked = [(pools.pick("prefill"), pools.pick("decode")) for _ in range(4)]
+    for role in zip(*picked, strict=True):
+        assert role[0] != role[1]
+        assert role[:2] == role[2:]

@@ -17,7 +17,15 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER, DrainConfig, EngineConfig, ModelConfig, Role, RoleConfig
+from glm52_engine.config import (
+    INTERNAL_TOKEN_HEADER,
+    DrainConfig,
+    EngineConfig,
+    KvTransferConfig,
+    ModelConfig,
+    Role,
+    RoleConfig,
+)
 from glm52_engine.lifecycle.start import InternalToken, bind
 from glm52_engine.route.process import RouterOptions, run_router
 from glm52_engine.serve import process
@@ -38,6 +46,7 @@ def config(*, window: int = 20, max_model_len: int = 128) -> EngineConfig:
         prefill=role,
         decode=role,
         drain=DrainConfig(window_seconds=window),
+        kv_transfer=KvTransferConfig(checksums=True),
         block_size=4,
     )
 

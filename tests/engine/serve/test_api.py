@@ -197,7 +197,7 @@ async def test_a_wrong_kv_reference_is_an_error_and_never_text(
     await made.internal(made.prefill[0], "kv/release", {"id": request_id})
 
 
-@pytest.mark.parametrize("path", ["state", "drain", "prefill", "kv/lease", "kv/release"])
+@pytest.mark.parametrize("path", ["state", "drain", "prefill", "kv/lease", "kv/heartbeat", "kv/release"])
 @pytest.mark.parametrize("headers", [{}, {"X-Glm52-Internal-Token": "guess"}], ids=["none", "wrong"])
 async def test_internal_endpoints_need_the_secret(made: Deployment, path: str, headers: dict[str, str]) -> None:
     answer = await made.post(f"/internal/v1/{path}", {}, url=made.prefill[0].url, headers=headers)

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from glm52_engine.route.proxy import Proxy
 from glm52_engine.serve import prefill as prefill_module
-from glm52_engine.transfer import peers
+from glm52_engine.transfer.heartbeats import Heartbeats
 from tests.engine.serve.deployment import HEADERS, MODEL, Deployment, Handoff, RunningPod, body, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -244,7 +244,9 @@ async def test_a_decode_peer_that_goes_away_while_it_waits_frees_the_kv_at_prefi
 
 
 async def test_a_lease_that_is_lost_ends_the_wait_for_a_seat(made: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "RENEW_SECONDS", 0.02)
+    loaded = made.decode[0].process.pod.loaded
+    assert loaded is not None
+    monkeypatch.setattr(loaded.puller, "beats", Heartbeats(loaded.puller._beat, beat=0.02))
     hand, counters = Handoff(made), made.decode[0].process.pod.counters
     call, failed = await hand.prefill(), counters.pulls_failed
     with Moment(made, monkeypatch).full(made.decode[0]) as waits:

@@ -155,7 +155,7 @@ async def test_what_is_no_number_never_becomes_an_answer(value: float) -> None:
     assert sent == [], "there is still time for a true status"
 
 
-@pytest.mark.parametrize("path", ["prefill", "decode", "kv/lease", "kv/release"])
+@pytest.mark.parametrize("path", ["prefill", "decode", "kv/lease", "kv/heartbeat", "kv/release"])
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"id": 3}', b"\xff"])
 @module_loop
 async def test_internal_calls_that_are_wrong_are_refused_and_change_nothing(

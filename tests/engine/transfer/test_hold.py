@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm52_engine.runtime.types import Blocks
-from glm52_engine.transfer.agent import PULL_SECONDS
+from glm52_engine.transfer.agent import LINGER_SECONDS
 from glm52_engine.transfer.hold import Holder, TransferCounters, notice
 from tests.engine.serve.fakes import FakeEngine
 
@@ -16,7 +16,7 @@ async def test_a_peer_that_has_begun_to_read_what_is_given_up_can_end() -> None:
     assert holder.expects()
     assert holder.give_up("a")
     assert (len(holder), holder.expects()) == (0, True)
-    now[0] += PULL_SECONDS
+    now[0] += LINGER_SECONDS
     assert not holder.expects()
 
 

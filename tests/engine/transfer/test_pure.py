@@ -53,14 +53,15 @@ def test_a_fingerprint_names_the_field_and_both_values() -> None:
 
 
 def test_a_lease_lives_while_it_is_renewed_and_frees_its_blocks_after() -> None:
-    table = LeaseTable(30)
+    table = LeaseTable(30, 15)
     table.grant("a", Blocks(0, (1, 2)), [5, 6, 7], now=0)
     assert table.expire(29) == []
     renewed = table.renew("a", now=29)
     assert renewed is not None
-    assert (renewed.ends_at, renewed.num_tokens) == (59, 3)
-    assert [lease.request_id for lease in table.expire(59)] == ["a"]
-    assert table.renew("a", now=59) is None
+    assert (renewed.ends_at, renewed.num_tokens) == (44, 3), "who was heard of is missed sooner"
+    assert table.expire(43) == []
+    assert [lease.request_id for lease in table.expire(44)] == ["a"]
+    assert table.renew("a", now=44) is None
     assert table.end("a") is None
 
 

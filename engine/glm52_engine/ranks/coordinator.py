@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
+TELL_SECONDS = 1.0
+"""For the end to reach all hosts. One that takes nothing in is told by the connection's end."""
+
 T = TypeVar("T")
 
 
@@ -163,19 +166,20 @@ class Coordinator:
 
     async def _live(self) -> None:
         self._main = asyncio.current_task()
-        shutdown = Shutdown("the leader was asked to end", crashed=False)
         try:
             await self._come_up()
             self._ready.set_result(None)
             await self._step_forever()
         except asyncio.CancelledError:
+            asked = "the leader was asked to end"
+            await self._broadcast(Shutdown(asked, crashed=False))
             if not self._ready.done():
-                self._ready.set_exception(ReplicaFailed(shutdown.reason))
+                self._ready.set_exception(ReplicaFailed(asked))
         except Exception as error:
             cause = await self._cause(error)
-            shutdown = Shutdown(str(cause), crashed=True)
+            # Before anybody here learns of it: the process then ends at once, and its hosts would never hear why.
+            await self._broadcast(Shutdown(str(cause), crashed=True))
             self._fail(cause)
-        await self._broadcast(shutdown)
 
     async def _come_up(self) -> None:
         plan = self.plan
@@ -294,7 +298,9 @@ class Coordinator:
     async def _broadcast(self, shutdown: Shutdown) -> None:
         if self._crew is not None:
             self._crew.leave()
-        await asyncio.gather(*(host.end(shutdown) for host in self._hosts))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_SECONDS):
+                await asyncio.gather(*(host.end(shutdown) for host in self._hosts))
 
     def _note(self, host: str, phase: Phase) -> None:
         self._own_phases.others.setdefault(host, []).append(phase)

@@ -118,8 +118,9 @@ class Replica:
         fd = self.listeners[index - 1].fileno()
         return self._add(Process(self.folder, f"host-{index}", [*args, "--listen-fd", str(fd)], [fd]))
 
-    def start_leader(self) -> Process:
-        args = ["-m", "tests.engine.ranks.leader", "--config", str(self.config), "--token-file", str(self.token)]
+    def start_leader(self, *, config: Path | None = None) -> Process:
+        args = ["-m", "tests.engine.ranks.leader", "--config", str(config or self.config)]
+        args += ["--token-file", str(self.token)]
         args += [arg for port in self.ports for arg in ("--rank-host", f"{LOOPBACK}:{port}")]
         return self._add(Process(self.folder, "leader", args + ["--launch-ahead"] * self.launch_ahead))
 

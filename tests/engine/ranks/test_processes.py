@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -169,6 +170,34 @@ def test_a_failed_start_on_one_host_ends_all_of_them_with_its_reason(tmp_path: P
         assert well.popen.poll() is None
         well.popen.send_signal(signal.SIGTERM)
         assert well.gone() == 0
+
+
+def without_logits(checkpoint: Path, to: Path) -> Path:
+    """A copy whose fingerprint is the same and whose logits are no numbers: only the first step shows it."""
+    shutil.copytree(checkpoint, to)
+    with (to / "model.safetensors").open("r+b") as file:
+        header = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(header))["lm_head.weight"]["data_offsets"]
+        # Between the bytes that the fingerprint looks at.
+        file.seek(8 + header + start + (end - start) // 8 // 4 * 4)
+        file.write(b"\xff" * 4096)
+    return to
+
+
+@pytest.mark.parametrize("ill", [0, 1])
+def test_first_steps_that_fail_on_one_rank_end_all_processes(tmp_path: Path, tiny_checkpoint: Path, ill: int) -> None:
+    """A GPU's capture is in these steps. The other rank waits in a collective of the next one meanwhile."""
+    broken = write_config(tmp_path / "broken.json", without_logits(tiny_checkpoint, tmp_path / "broken"))
+    with replica(tmp_path, tiny_checkpoint) as made:
+        host = made.start_host(1, config=broken if ill else None)
+        leader = made.start_leader(config=None if ill else broken)
+        reason = leader.says("failed")["failed"]
+        assert f"rank {ill}: RuntimeError: the first forward pass gave logits that are not finite" in reason
+        for process, marker in ((leader, "CRASH_leader"), (host, "CRASH_host-1")):
+            assert process.gone() == 70
+            assert process.last_words().outcome == Outcome.CRASHED
+            assert process.last_words().marker == marker
+            assert "not finite" in process.last_words().message
 
 
 def test_a_leader_that_restarts_during_the_start_finds_its_host_as_it_was(

@@ -45,6 +45,11 @@ def spec() -> ModelSpec:
 
 
 def random_weights(model: ModelSpec, device: str, seed: int = 52, *, fp8: bool = False) -> DeviceWeights:
+    """`random_tensors`, fused for a GPU."""
+    return device_weights(model, random_tensors(model, device, seed, fp8=fp8), device)
+
+
+def random_tensors(model: ModelSpec, device: str, seed: int = 52, *, fp8: bool = False) -> Weights:
     """bfloat16, variance 1/fan-in: hidden states keep their size, and every row chooses experts of its own.
 
     `fp8`: what a checkpoint in FP8 stores so is FP8, with the same values but for their rounding.
@@ -68,7 +73,7 @@ def random_weights(model: ModelSpec, device: str, seed: int = 52, *, fp8: bool =
             weights.fp8[name] = quantized(tensor)
         else:
             weights.tensors[name] = tensor
-    return device_weights(model, weights, device)
+    return weights
 
 
 def quantized(weight: torch.Tensor) -> Fp8Weight:

@@ -13,21 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from glm52_engine.checkpoint import load_weights, read_model_spec
-from glm52_engine.config import KvCacheDtype
+from glm52_engine.config import ConfigError, KvCacheDtype, RoleConfig
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.kv.hisparse import hot
 from glm52_engine.model import Model
 from glm52_engine.model.device import device_weights
+from glm52_engine.runtime.device import gpus
+from glm52_engine.runtime.device.buckets import Bucket
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import HostExecutor
-from glm52_engine.runtime.load import kv_contract
+from glm52_engine.runtime.load import kv_contract, measure
 from glm52_engine.runtime.rank import Rank, StepLimits
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.types import Token
 from glm52_engine.schedule import Limits, blocks_for, launch_ahead
+from glm52_engine.sizing import GIB
 from tests.engine.checkpoint.support import random_tensors, write
 from tests.engine.kernels.test_steps import CONFIG
 from tests.engine.model.support import prompt
@@ -144,6 +148,27 @@ async def test_more_rows_than_the_largest_bucket_still_run(
     with running(checkpoint, None) as source, running(checkpoint, device, launch_ahead=True) as target:
         assert await said(target, source) == expected
         await eventually(lambda: idle(target))
+
+
+def test_graphs_that_do_not_fit_are_told_with_all_that_the_gpu_holds(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Bucket, pool: Any, *, whole: bool = False) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of …")
+
+    monkeypatch.setattr(gpus, "device", lambda rank: "cpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    monkeypatch.setattr(Bucket, "capture", full)
+    role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=SEATS)
+    measures = measure(
+        checkpoint, role, accelerator="nvidia", max_model_len=LONGEST, kv_cache_dtype="auto", block_size=BLOCK,
+        vocab_bound=300, eos_ids=frozenset(),
+    )  # fmt: skip
+    executor = gpus.executor(
+        0, measures, load_weights(checkpoint, measures.spec), Pool(measures.kv, BLOCKS), role, lambda: None
+    )
+    with pytest.raises(ConfigError, match=r"the 80 GiB of its GPU do not hold 50 GiB weights \+ .* and then graphs: 3"):
+        executor.warm_up()
 
 
 @pytest.mark.parametrize("always", [True, False], ids=["hot", "whole"])

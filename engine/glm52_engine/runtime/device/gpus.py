@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from glm52_engine.kv.pools import KvLayout, Pool
 from glm52_engine.model.device import device_weights
 from glm52_engine.model.sparse_pool import device_bytes
 from glm52_engine.runtime.device.executor import DeviceExecutor
+from glm52_engine.runtime.device.room import Room
 from glm52_engine.schedule import blocks_for
 from glm52_engine.sizing import gib
 
@@ -38,8 +40,8 @@ def check_count(ranks: int) -> None:
         )
 
 
-def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) -> None:
-    """Raises ConfigError when what the device keeps of the KV does not fit beside the weights that are there."""
+def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) -> int:
+    """Bytes of the KV that the device keeps. Raises ConfigError when they do not fit beside the weights there."""
     free, total = torch.cuda.mem_get_info(device(rank))
     usable = free - total * (100 - role.gpu_memory_percent) // 100
     if hot_rows is None:
@@ -59,6 +61,18 @@ def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) ->
             f"but of its {gib(total)} it has {gib(max(0, usable))} left beside the weights at gpu_memory_percent "
             f"{role.gpu_memory_percent}: {remedy}"
         )
+    return need
+
+
+class CountedExecutor(DeviceExecutor):
+    """Says what its GPU's memory went to, also when that does not suffice."""
+
+    room: Room
+
+    def warm_up(self) -> None:
+        with self.room.taking("graphs"):
+            super().warm_up()
+        log.info("GPU memory: %s of %s", self.room, gib(self.room.total))
 
 
 def executor(
@@ -68,18 +82,22 @@ def executor(
     narrow(weights)
     on_device = device_weights(measures.spec, weights, device(rank))
     torch.cuda.empty_cache()  # the tensors that were joined: the room is asked for next
-    check_room(rank, pool, role, measures.hot_rows)
-    return DeviceExecutor(
-        on_device,
-        pool,
-        seats=limits.seats,
-        blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size),
-        vocab_bound=step.vocab_bound,
-        step_tokens=step.budget,
-        unpin=unpin,
-        hot_rows=measures.hot_rows,
-        hot_always=measures.hot_always,
-    )
+    room = Room(rank, functools.partial(torch.cuda.mem_get_info, device(rank)))
+    kv = check_room(rank, pool, role, measures.hot_rows)
+    with room.taking("workspace", of_it=("KV", kv)):
+        made = CountedExecutor(
+            on_device,
+            pool,
+            seats=limits.seats,
+            blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size),
+            vocab_bound=step.vocab_bound,
+            step_tokens=step.budget,
+            unpin=unpin,
+            hot_rows=measures.hot_rows,
+            hot_always=measures.hot_always,
+        )
+    made.room = room
+    return made
 
 
 def narrow(weights: Weights) -> None:

@@ -9,7 +9,7 @@ import pytest
 from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS
-from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, SECRET
+from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, SECRET, Kind
 from glm52_operator.reconcile.nodes import FRESH_SECONDS, REFUSED_SECONDS
 from glm52_operator.reconcile.reconciler import QUIET_ATTEMPTS, Result
 from tests.operator.builders import node, resource, target
@@ -60,6 +60,27 @@ async def test_ready_is_gone_in_the_very_write_that_speaks_of_the_new_generation
     ready = world.condition("Ready")
     assert (ready["status"], ready["observedGeneration"]) == ("False", 2)
     assert [w for w in world.api.writes if w[1] == names.KIND] == [("patch", names.KIND, "chat/status")]
+
+
+async def test_an_edit_that_the_answer_to_a_status_brings_is_acted_upon(world: World) -> None:
+    await world.run()
+
+    def edit_once(verb: str, kind: Kind, name: str) -> None:
+        if name == "chat/status":
+            world.api.refuse = lambda verb, kind, name: None
+            world.edit(decode={"replicas": 5})
+
+    world.serve()
+    await world.list_all()
+    world.api.refuse = edit_once
+    result = await world.reconciler.reconcile(KEY, 0)
+    # The event of this edit is older than what is known by then, so that nobody would be called.
+    seen = world.store.get(DEPLOYMENT_RESOURCE, *KEY)
+    assert seen is not None
+    assert not world.store.observe(DEPLOYMENT_RESOURCE, seen)
+    assert result.again
+    await world.reconciler.reconcile(KEY, 0)
+    assert world.api.find("StatefulSet", "chat-decode")["spec"]["replicas"] == 5
 
 
 async def test_scaling_writes_one_stateful_set_and_rolls_nothing(world: World) -> None:

@@ -114,6 +114,11 @@ class Reconciler:
         written = await self._write_status(key, resource, status)
         if written and ends is not None:
             self.store.forget_departed(key, departed)
+        latest = self.store.get(DEPLOYMENT_RESOURCE, *key)
+        if latest is not None and latest["metadata"].get("generation") != resource["metadata"].get("generation"):
+            # An edit came meanwhile. Where the answer to our own write brought it, its event is no news any more, and
+            # nothing else would ever tell of it.
+            return Result(again=True)
         if failures or not written:
             return Result(failed=True)
         return Result(requeue_after=None if _rests(status, ends) or isinstance(resolved, Invalid) else SOON)

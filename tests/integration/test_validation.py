@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from e2e.kube import Kubectl, Object
+from glm52_operator.api.crd import crd
 from tests.integration.conftest import ROOT, Server
 
 REMOVE = object()
@@ -76,6 +78,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "KV in FP8": {"spec.model.kvCacheDtype": "fp8"},
     "an image": {"spec.image": "registry.internal:5000/a/b@sha256:abc"},
     "a model name with slash": {"spec.model.name": "org/glm-5.2:fp8"},
+    "devices for KV, every one": {"spec.kvTransfer": {"backend": "nixl", "netDevices": "auto"}},
+    "devices for KV by name": {"spec.kvTransfer": {"netDevices": "mlx5_0:1,mlx5_1:1,eth0", "checksums": True}},
     "a store of prefixes": {"spec.kvCacheOffload": STORE},
     "a store, all said": {"spec.kvCacheOffload": STORE, "spec.prefill": {"prefixCache": True, "hostsPerReplica": 1}},
     "a store beside decode of several hosts": {"spec.kvCacheOffload": STORE, "spec.decode.hostsPerReplica": 2},
@@ -161,6 +165,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an empty image": ({"spec.image": ""}, ["spec.image"]),
     "an empty model name": ({"spec.model.name": ""}, ["spec.model.name"]),
     "a model name with a space": ({"spec.model.name": "a b"}, ["spec.model.name"]),
+    "devices that are no list": ({"spec.kvTransfer": {"netDevices": "mlx5_0 mlx5_1"}}, ["spec.kvTransfer.netDevices"]),
+    "another transport": ({"spec.kvTransfer": {"backend": "mooncake"}}, ["spec.kvTransfer.backend", "nixl"]),
     "a store of no role": (
         {"spec.kvCacheOffload": {"roles": [], "storeGiB": 1}},
         ["spec.kvCacheOffload.roles", "at least 1"],
@@ -210,21 +216,65 @@ def test_names_taken(server: Server, name: str) -> None:
     assert taken, said
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        pytest.param("n" * 41, "at most 40 characters", id="41"),
-        pytest.param("n" * 63, "at most 40 characters", id="63"),
-        pytest.param("n" * 253, "at most 40 characters", id="253"),
-        pytest.param("5g", "DNS label that starts with a letter", id="digit first"),
-        pytest.param("a.b.c", "no dots", id="dots"),
-    ],
-)
+NAMES_REFUSED = [
+    pytest.param("n" * 41, "at most 40 characters", id="41"),
+    pytest.param("n" * 63, "at most 40 characters", id="63"),
+    pytest.param("n" * 253, "at most 40 characters", id="253"),
+    pytest.param("5g", "DNS label that starts with a letter", id="digit first"),
+    pytest.param("a.b.c", "no dots", id="dots"),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), NAMES_REFUSED)
 def test_names_refused(server: Server, name: str, says: str) -> None:
     taken, said = server(deployment({}, name))
     assert not taken
     assert "metadata.name" in said
     assert says in said
+
+
+RULES = {
+    "exactly one of model.preset": ("a checkpoint on a volume", "preset and path"),
+    "model.path and model.volume belong together": ("a checkpoint on a volume", "path without volume"),
+    "must be /models or a directory under it": ("the volume's root", "path beside"),
+    "needs router.service.type NodePort": ("a node port", "node port on a ClusterIP"),
+    "must be at most crashPolicy.backoffMaxSeconds": (
+        "one back-off for all",
+        "back-off that begins above its end",
+    ),
+    "kvCacheOffload needs prefill.prefixCache": ("a store, all said", "a store for what is not shared"),
+    "kvCacheOffload needs prefill.hostsPerReplica 1": (
+        "a store beside decode of several hosts",
+        "a store of replicas of several hosts",
+    ),
+}
+"""Part of a rule's message → what it takes, at its edge, and what it refuses."""
+
+
+def test_every_rule_has_something_that_it_takes_and_something_that_it_refuses(server: Server) -> None:
+    named = {str(each.values[1]) for each in NAMES_REFUSED}
+    for message in _messages(crd()):
+        found = [part for part in (*RULES, *named) if part in message]
+        assert found, f"no test of the rule: {message}"
+        if found[0] in named:
+            continue
+        taken, refused = RULES[found[0]]
+        assert server(deployment(ACCEPTED[taken]))[0]
+        _, said = server(deployment(REFUSED[refused][0]))
+        # By this rule, and not by the form of a field.
+        assert message in said
+
+
+def _messages(node: Any) -> Iterator[str]:
+    """Of all rules within a schema."""
+    if isinstance(node, dict):
+        for rule in node.get("x-kubernetes-validations", []):
+            yield rule["message"]
+        for each in node.values():
+            yield from _messages(each)
+    elif isinstance(node, list):
+        for each in node:
+            yield from _messages(each)
 
 
 def test_a_longer_name_is_refused_for_one_reason_only(server: Server) -> None:

@@ -81,6 +81,7 @@ class LocalEngine:
         self._executors = tuple(executors)
         self._positions = [0] * (len(QUEUE_BOUNDS) + 1)
         self._positions_sum = 0
+        self._pool_seconds = 0.0
         self._sharing: Sharing | None = None
         self._records: dict[str, Record] = {}
         self._by_key: dict[str, Record] = {}
@@ -141,6 +142,7 @@ class LocalEngine:
             launch_ahead=role.launch_ahead and accelerator != "cpu",
         )
         on_phase("first forward" if accelerator == "cpu" else "capturing graphs and first forward")
+        engine._pool_seconds = parts.pool_seconds
         engine.warm_up()
         return engine
 
@@ -208,6 +210,8 @@ class LocalEngine:
             queue_blocks=self._admission.blocks_waited_for,
             queue_positions=tuple(self._positions),
             queue_positions_sum=self._positions_sum,
+            pool_bytes=sum(pool.num_blocks * pool.block_bytes for pool in self.pools),
+            pool_seconds=self._pool_seconds,
         )
 
     def check_integrity(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class Parts:
     limits: Limits
     step: StepLimits
     layout: dict[str, str | int]
+    pool_seconds: float
+    """That the pools took to get their memory and, for GPUs, to be pinned."""
 
 
 STEP_TOKENS: dict[Accelerator, int] = {"cpu": 512, "nvidia": 8192}
@@ -119,20 +122,22 @@ def load_parts(
     on_phase("checking the memory limit")
     check_memory(role, weights=weight_bytes(spec), accelerator=accelerator, limit=memory_limit())
     load = _on_host if accelerator == "cpu" else _on_gpus
-    executors, contract = load(path, measures, role, on_phase)
-    return Parts(executors, limits, step, contract)
+    executors, contract, seconds = load(path, measures, role, on_phase)
+    return Parts(executors, limits, step, contract, seconds)
 
 
 def _on_host(
     path: Path, measures: Measures, role: RoleConfig, on_phase: Callable[[str], None]
-) -> tuple[list[Executor], dict[str, str | int]]:
+) -> tuple[list[Executor], dict[str, str | int], float]:
     """All ranks compute with the same weights, which lie on the files' pages."""
     spec, kv, limits, step = measures.spec, measures.kv, measures.limits, measures.step
     on_phase("reading weights")
     weights = load_weights(path, spec, on_progress=ProgressLines("reading weights", on_phase))
     model = Model(spec, weights.tensors)
     on_phase("touching the pools")
+    began = time.monotonic()
     pools = [_pool(kv, limits, rank) for rank in range(role.ranks_per_host)]
+    seconds = time.monotonic() - began
     seat = blocks_for(limits.max_model_len, limits.block_size)
     executors: list[Executor] = [
         HostExecutor(
@@ -145,7 +150,7 @@ def _on_host(
         )
         for pool in pools
     ]
-    return executors, kv_contract(kv, weights)
+    return executors, kv_contract(kv, weights), seconds
 
 
 def hot_cache(measures: Measures, pool: Pool) -> HotCache | None:
@@ -162,7 +167,7 @@ def hot_cache(measures: Measures, pool: Pool) -> HotCache | None:
 
 def _on_gpus(
     path: Path, measures: Measures, role: RoleConfig, on_phase: Callable[[str], None]
-) -> tuple[list[Executor], dict[str, str | int]]:
+) -> tuple[list[Executor], dict[str, str | int], float]:
     """A GPU for each rank, each with all weights."""
     spec, kv, limits = measures.spec, measures.kv, measures.limits
     from glm52_engine.runtime.device import gpus
@@ -171,6 +176,7 @@ def _on_gpus(
     check_memlock(role.ranks_per_host * limits.blocks * kv.block_bytes)
     executors: list[Executor] = []
     contract: dict[str, str | int] = {}
+    seconds = 0.0
     with contextlib.ExitStack() as failed:
         for rank in range(role.ranks_per_host):
             said = f"reading weights for rank {rank}"
@@ -181,11 +187,12 @@ def _on_gpus(
             contract = kv_contract(kv, weights)
             said = f"pinning the pool of rank {rank}"
             on_phase(said)
-            pool, unpin = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
-            failed.callback(unpin)
-            executors.append(gpus.executor(rank, measures, weights, pool, role, unpin))
+            pool, pinned = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
+            failed.callback(pinned.release)
+            seconds += pinned.seconds
+            executors.append(gpus.executor(rank, measures, weights, pool, role, pinned.release))
         failed.pop_all()
-    return executors, contract
+    return executors, contract, seconds
 
 
 def _pool(kv: KvLayout, limits: Limits, rank: int) -> Pool:

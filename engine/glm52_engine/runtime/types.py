@@ -179,6 +179,9 @@ class Stats:
     queue_positions: Sequence[int] = (0,) * (len(QUEUE_BOUNDS) + 1)
     """How many requests came to wait behind at most so many others, by `QUEUE_BOUNDS` and above; each counted once."""
     queue_positions_sum: int = 0
+    pool_bytes: int = 0
+    pool_seconds: float = 0.0
+    """Of the KV pools in this pod's host memory: size, and the time to touch and, for GPUs, pin them."""
 
 
 class EngineBusy(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -11,10 +11,12 @@ from glm52_engine.runtime.types import QUEUE_BOUNDS, HotCounters, Stats
 
 
 def places(model: str, stats: Stats) -> Iterator[Metric]:
-    """Seats, and who waits for one."""
+    """Seats, who waits for one, and the memory of whole contexts."""
     gauges = {
         "glm52_seats": ("Requests that can run at once", stats.seats_total),
         "glm52_queue_blocks": ("KV blocks that the waiting requests ask for", stats.queue_blocks),
+        "glm52_host_pool_bytes": ("KV pools in this pod's host memory", stats.pool_bytes),
+        "glm52_host_pool_seconds": ("Time to touch and pin them", stats.pool_seconds),
     }
     yield from _gauges(model, gauges)
     position = HistogramMetricFamily(
@@ -48,7 +50,7 @@ def hot(model: str, counters: HotCounters) -> Iterator[Metric]:
     yield from _gauges(model, gauges)
 
 
-def _gauges(model: str, gauges: dict[str, tuple[str, int]]) -> Iterator[Metric]:
+def _gauges(model: str, gauges: Mapping[str, tuple[str, float]]) -> Iterator[Metric]:
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(name, text, labels=["model_name"])
         gauge.add_metric([model], float(value))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from glm52_engine.config import HiSparseConfig, HiSparseMode, RoleConfig
+from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.serve.metrics import Metrics
+from glm52_engine.sizing import GIB
 from glm52_engine.transfer.hold import TransferCounters
 from tests.engine.hisparse.test_engine import OUTPUT, TOP_K, Auto, Smallest, outputs
 from tests.engine.model.support import prompt
-from tests.engine.runtime.support import Maker, generate, greedy
+from tests.engine.runtime.support import Maker, eventually, generate, greedy
 from tests.metrics_table import documented, served
 
 
@@ -52,3 +56,41 @@ async def test_without_it_nothing_is_told(maker: Maker) -> None:
     async with maker.running() as engine:
         assert engine.stats().hot is None
         assert b"hisparse" not in Metrics("m", engine.stats, TransferCounters(), lambda: 0).text()
+
+
+@pytest.mark.parametrize(("mode", "whole"), [("auto", True), ("always", False)])
+def test_an_engine_as_it_is_configured(tiny_checkpoint: Path, mode: HiSparseMode, whole: bool) -> None:
+    role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=2, hi_sparse=HiSparseConfig(mode=mode))
+    engine = LocalEngine.load(tiny_checkpoint, role, max_model_len=256, block_size=16, on_phase=lambda phase: None)
+    try:
+        stats = engine.stats()
+        assert stats.hot is not None
+        assert (stats.hot.whole_ranks, stats.hot.frames > 0, stats.hot.rows > 0) == (whole, whole, True)
+        assert stats.seats_total == 2
+        pool = engine.pools[0]
+        assert stats.pool_bytes == pool.num_blocks * pool.block_bytes > 0.99 * GIB
+        assert stats.pool_seconds > 0
+    finally:
+        engine.stop()
+    assert engine.stats().hot is None
+
+
+async def test_places_in_the_queue_are_told(maker: Maker) -> None:
+    """Of those who came to wait, how many were before them; and what all who wait ask for."""
+    async with maker.running(seats=1, blocks=8) as engine:
+        first = await engine.reserve(greedy("r0", (1, 2), 10))
+        waiting = [asyncio.ensure_future(engine.reserve(greedy(f"r{n}", (1, 2), 40))) for n in (1, 2, 3)]
+        await eventually(lambda: engine.stats().waiting == 3)
+        stats = engine.stats()
+        assert (stats.queue_positions[:4], stats.queue_positions_sum, stats.queue_blocks) == ((1, 1, 1, 0), 3, 9)
+        text = Metrics("m", engine.stats, TransferCounters(), lambda: 0).text().decode()
+        assert 'glm52_queue_position_bucket{le="1",model_name="m"} 2.0' in text
+        assert 'glm52_queue_position_count{model_name="m"} 3.0' in text
+        engine.release("r0")
+        # In order, each when the one before has gone.
+        for number, place in enumerate(waiting, 1):
+            assert (await place).ids
+            assert [other.done() for other in waiting] == [n < number for n in range(3)]
+            engine.release(f"r{number}")
+        assert len(first.ids) == 1
+        assert engine.stats().queue_blocks == 0

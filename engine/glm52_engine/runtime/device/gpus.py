@@ -11,7 +11,7 @@ import torch
 
 from glm52_engine.checkpoint import Weights
 from glm52_engine.config import ConfigError, RoleConfig
-from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
+from glm52_engine.kv.pinning import Cuda, Pinned, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import KvLayout, Pool
 from glm52_engine.model.device import device_weights
 from glm52_engine.model.sparse_pool import device_bytes
@@ -116,10 +116,8 @@ def narrow(weights: Weights) -> None:
         log.info("the checkpoint is float32; it computes in bfloat16 on this GPU")
 
 
-def pinned_pool(
-    rank: int, kv: KvLayout, blocks: int, on_progress: Callable[[int, int], None]
-) -> tuple[Pool, Callable[[], object]]:
-    """Host memory of a rank, near its GPU and pinned for it, and what lets go of it. Raises ConfigError."""
+def pinned_pool(rank: int, kv: KvLayout, blocks: int, on_progress: Callable[[int, int], None]) -> tuple[Pool, Pinned]:
+    """Host memory of a rank, near its GPU and pinned for it. Raises ConfigError."""
     slab = host_slab(blocks * kv.block_bytes)
     pinned = pin(slab, Cuda(rank), place=gpu_place(rank), on_progress=on_progress)
-    return Pool(kv, blocks, slab), pinned.release
+    return Pool(kv, blocks, slab), pinned

@@ -175,7 +175,10 @@ def test_replicas_of_several_hosts_are_so_many_pods() -> None:
     sets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "StatefulSet"}
     assert (sets["chat-decode"]["replicas"], sets["chat-prefill"]["replicas"]) == (12, 1)
     budgets = {c["metadata"]["name"]: c["spec"] for c in build(several) if c["kind"] == "PodDisruptionBudget"}
-    assert (budgets["chat-decode"]["maxUnavailable"], budgets["chat-router"]["maxUnavailable"]) == (4, 1)
+    # The others go with the one that is evicted: room for them would be for hosts of other replicas.
+    assert (budgets["chat-decode"]["maxUnavailable"], budgets["chat-router"]["maxUnavailable"]) == (1, 1)
+    two = target(decode={"replicas": 3, "hostsPerReplica": 4}, rollout={"maxUnavailable": 2})
+    assert two.disruptable("decode") == 5
     found = engine_config(several, "router").discovery
     assert found is not None
     assert (found.prefill_hosts, found.decode_hosts) == (1, 4)

@@ -12,8 +12,11 @@ from glm52_operator.plan.escalation import Crash, CrashPolicy, Series
 from glm52_operator.plan.restarts import Action, Members, Restart, actions
 from glm52_operator.status.crashes import keep_evidence
 from tests.operator.builders import pod
+from tests.operator.conftest import FakeClock
 from tests.operator.ends import NOW, at, crashed, stamp, terminated, told, with_container
 from tests.operator.test_ends import GRACE, RULES
+from tests.operator.test_rollout_steps import gone, newer
+from tests.operator.world import new_world
 
 LEADER, HOST, THIRD = (f"chat-decode-{number}" for number in range(3))
 
@@ -121,3 +124,20 @@ def test_a_pod_that_says_nothing_of_its_container_is_no_sign_of_a_drain() -> Non
     bare = pod(HOST)
     bare["metadata"] |= {"creationTimestamp": stamp(-500)}
     assert restarted(running(LEADER, -500, -4), bare, crashes=(-5,)) == [(LEADER, GRACE), (HOST, GRACE)]
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_one_host_of_a_replica_is_evicted_and_the_others_go_with_it(clock: FakeClock, room: bool) -> None:
+    world = new_world(clock)
+    world.edit(decode={"replicas": 2, "hostsPerReplica": 2})
+    await world.run()
+    world.serve()
+    await world.run()
+    world.edit(decode={"replicas": 2, "hostsPerReplica": 2, "maxNumSeqs": 3})
+    await world.run()
+    newer(world, "chat-decode")
+    if not room:
+        world.api.refuse = lambda verb, kind, name: (429, "no room") if name.endswith("/eviction") else None
+    await world.run()
+    evicted = [("create", f"{LEADER}/eviction")]
+    assert gone(world) == ([*evicted, ("delete", HOST)] if room else evicted)

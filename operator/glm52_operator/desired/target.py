@@ -39,8 +39,14 @@ class Target:
         return self.replicas(component) * self.hosts(component)
 
     def disruptable(self, component: names.Component) -> int:
-        """Pods of a component that may be missing at a time."""
-        return 1 if component == names.ROUTER else self.spec.rollout.max_unavailable * self.hosts(component)
+        """Pods of a component that may be missing when another one is evicted, that one included.
+
+        The other hosts of its replica go with an evicted one and need no room: if there were some for all of them, as
+        many replicas would each lose a host.
+        """
+        if component == names.ROUTER:
+            return 1
+        return (self.spec.rollout.max_unavailable - 1) * self.hosts(component) + 1
 
     def _size(self, role: Role) -> RoleSpec:
         return self.spec.prefill if role == "prefill" else self.spec.decode

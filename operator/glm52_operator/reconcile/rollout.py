@@ -42,19 +42,31 @@ class Roller:
     async def step(self, key: Key, replacements: Sequence[Replacement]) -> Rolled:
         rolled = Rolled()
         for replacement in replacements:
-            sent = [host for host in replacement.hosts if await self._send_off(key, replacement, host, rolled)]
+            sent = await self._send_all_off(key, replacement, rolled)
             if sent:
                 rolled.notices.append(_notice(replacement, sent))
                 log.info("%s/%s: %s", *key, rolled.notices[-1].note)
         return rolled
 
-    async def _send_off(self, key: Key, replacement: Replacement, host: Host, rolled: Rolled) -> bool:
-        """Whether the pod was told to go; its preStop hook drains it."""
+    async def _send_all_off(self, key: Key, replacement: Replacement, rolled: Rolled) -> list[Host]:
+        """The hosts that were told to go. Of a replica that serves one is evicted: without it the others serve nobody,
+        so that the budget has nothing more to say."""
+        sent: list[Host] = []
+        for host in replacement.hosts:
+            if await self._send_off(key, replacement, host, rolled, follows=bool(sent)):
+                sent.append(host)
+            elif replacement.role in rolled.held:
+                break
+        return sent
+
+    async def _send_off(self, key: Key, replacement: Replacement, host: Host, rolled: Rolled, *, follows: bool) -> bool:
+        """Whether the pod was told to go; its preStop hook drains it. `follows`: another host of its replica was."""
+        serves = replacement.state is State.SERVING
         try:
-            if replacement.state is State.SERVING:
+            if serves and not follows:
                 await self.api.evict(POD, key[0], host.name, uid=host.uid)
             else:
-                await self.api.delete(POD, key[0], host.name, uid=host.uid, version=host.version)
+                await self.api.delete(POD, key[0], host.name, uid=host.uid, version=None if serves else host.version)
         except ApiError as error:
             if error.code not in _GONE_OR_CHANGED:
                 rolled.held[replacement.role] = f"{host.name} is not let go: {self._reason(key, replacement, error)}"

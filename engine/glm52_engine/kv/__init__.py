@@ -1,6 +1,7 @@
 """KV blocks: their bytes and their owners."""
 
 from glm52_engine.kv.blocks import Allocation, BlockAllocator, BlockError
+from glm52_engine.kv.neighbours import runs
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.kv.prefix import prefix_keys
 
@@ -13,4 +14,5 @@ __all__ = [
     "KvLayout",
     "Pool",
     "prefix_keys",
+    "runs",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from glm52_engine import kv
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -19,14 +21,7 @@ def runs(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
     """Pairs remote[i] with local[i], in as few runs as their order allows."""
     if len(remote) != len(local):
         raise ValueError(f"{len(remote)} remote blocks for {len(local)} local ones")
-    merged: list[Run] = []
-    for theirs, ours in zip(remote, local, strict=True):
-        last = merged[-1] if merged else None
-        if last and theirs == last.remote + last.count and ours == last.local + last.count:
-            merged[-1] = Run(last.remote, last.local, last.count + 1)
-        else:
-            merged.append(Run(theirs, ours, 1))
-    return merged
+    return [Run(theirs, ours, count) for (theirs, ours), count in kv.runs(remote, local)]
 
 
 @dataclass(frozen=True, slots=True)

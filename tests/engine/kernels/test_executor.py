@@ -1,8 +1,6 @@
-"""Parts of a rank on a GPU that need no model: runs of blocks, their copies, buckets."""
+"""Parts of a rank on a GPU that need no model: copies of blocks, buckets."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -10,15 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_engine.runtime.device.buckets import bucket_sizes
-from glm52_engine.runtime.device.mirror import Mirror, runs
+from glm52_engine.runtime.device.mirror import Mirror
 from glm52_engine.schedule.launch_ahead import MOST_ROWS
-
-
-@given(st.lists(st.integers(0, 12), max_size=20))
-def test_runs_are_the_blocks_in_their_order(blocks: list[int]) -> None:
-    found = list(runs(blocks))
-    assert [block for run in found for block in range(run.start, run.stop)] == blocks
-    assert all(after.start != before.stop for before, after in itertools.pairwise(found)), "as few as can be"
 
 
 def test_blocks_go_both_ways(device: str) -> None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-
-def runs(blocks: Sequence[int]) -> Iterator[slice]:
-    """Block ids in as few slices of neighbours as their order allows."""
-    start = 0
-    for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
-            yield slice(blocks[start], blocks[end - 1] + 1)
-            start = end
+from glm52_engine.kv import runs
 
 
 class Mirror:
@@ -44,10 +37,10 @@ class Mirror:
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor, blocks: Sequence[int]) -> None:
         if self._stream is None:
-            for run in runs(blocks):
-                to[run].copy_(of[run])
+            for (start,), count in runs(blocks):
+                to[start : start + count].copy_(of[start : start + count])
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device.device))
         with torch.cuda.stream(self._stream):
-            for run in runs(blocks):
-                to[run].copy_(of[run], non_blocking=True)
+            for (start,), count in runs(blocks):
+                to[start : start + count].copy_(of[start : start + count], non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -40,13 +41,15 @@ class Audit:
         self.mark()
 
     def mark(self) -> None:
+        # What a killed process had under way is written down after it: it is not of the count that begins now.
+        self._from = datetime.datetime.now(datetime.UTC)
         self._position = self._log.stat().st_size if self._log.exists() else 0
 
     def since(self) -> list[Request]:
-        """The user's finished requests since the mark. A watch counts when it begins."""
+        """The user's finished requests that came in since the mark. A watch counts when it begins."""
         with self._log.open("rb") as log:
             log.seek(self._position)
-            return list(_requests(log.read().splitlines(), self._user))
+            return list(_requests(log.read().splitlines(), self._user, self._from))
 
 
 def count(requests: Iterable[Request]) -> Counter[str]:
@@ -54,14 +57,17 @@ def count(requests: Iterable[Request]) -> Counter[str]:
     return Counter(f"{request.verb} {request.resource}" for request in requests)
 
 
-def _requests(lines: Iterable[bytes], user: str) -> Iterable[Request]:
+def _requests(lines: Iterable[bytes], user: str, since: datetime.datetime) -> Iterable[Request]:
     marker = json.dumps(user).encode()
     for line in lines:
         # Most lines are about others, and parsing is what takes the time. A line that is being written has no end yet.
         if marker not in line or not line.endswith(b"}"):
             continue
         event = json.loads(line)
-        if event["user"]["username"] != user:
+        if (
+            event["user"]["username"] != user
+            or datetime.datetime.fromisoformat(event["requestReceivedTimestamp"]) < since
+        ):
             continue
         watch = event["verb"] == "watch"
         if event["stage"] != ("ResponseStarted" if watch else "ResponseComplete"):

@@ -47,14 +47,15 @@ def restart_is_over(busy: Deployed, before: dict[str, str]) -> None:
     assert not set(before.values()) & set(busy.uids().values())
 
 
-def token(busy: Deployed) -> str:
+def tokens(busy: Deployed) -> list[str]:
+    """What pods take, the one that they send first."""
     secret = busy.kube.get("secret", f"{NAME}-internal")
     assert secret is not None
-    return base64.b64decode(secret["data"]["token"]).decode().strip()
+    return base64.b64decode(secret["data"]["token"]).decode().split()
 
 
-def set_token(busy: Deployed, *lines: str) -> None:
-    """As operations.md says it, the shell around it left out."""
+def set_tokens(busy: Deployed, lines: list[str]) -> None:
+    """As operations.md says it, the shell around it left out. Each step is right by itself, whichever ran before."""
     literal = "--from-literal=token=" + "\n".join(lines)
     made = busy.kube("create", "secret", "generic", f"{NAME}-internal", literal, "--dry-run=client", "-o", "yaml")
     busy.kube("patch", "secret", f"{NAME}-internal", "--patch-file=/dev/stdin", input=made.stdout)
@@ -80,7 +81,7 @@ def test_decode_scales_up_and_down(busy: Deployed, window: Traffic) -> None:
 @pytest.mark.runbook("Restart everything", "Change the internal token")
 def test_a_restart_replaces_every_pod_and_everybody_learns_a_new_token(busy: Deployed, window: Traffic) -> None:
     before = busy.uids()
-    set_token(busy, token(busy), "new-one")
+    set_tokens(busy, [*tokens(busy), "new-one"])
     busy.edit(restart="everybody takes the new token")
     busy.wait_condition("DecodeReady", reason="RollingOut")
     restart_is_over(busy, before)
@@ -93,7 +94,7 @@ def test_another_operator_goes_on_with_a_restart_where_the_one_before_was_killed
     kubectl: Kubectl, busy: Deployed, window: Traffic
 ) -> None:
     before = busy.uids()
-    set_token(busy, "new-one", token(busy).splitlines()[0])
+    set_tokens(busy, tokens(busy)[::-1])
     busy.edit(restart="everybody sends the new token")
     until("a first pod is replaced", lambda: set(busy.uids().values()) - set(before.values()), timeout=120)
     system = kubectl.within("glm52-system")
@@ -108,7 +109,7 @@ def test_an_upgrade_waits_while_it_is_paused_and_the_old_token_is_forgotten(
     busy: Deployed, window: Traffic, cluster: Cluster, other_image: str
 ) -> None:
     before = busy.uids()
-    set_token(busy, "new-one")
+    set_tokens(busy, tokens(busy)[:1])
     busy.edit(rollout={"paused": True})
     try:
         tour.install_operator(replace(cluster, images={**cluster.images, "engine": other_image}), Progress())

@@ -20,6 +20,8 @@ def deployment(name: str, *, node_port: int | None = None, **spec: Any) -> Objec
             "decode": {"replicas": 1},
             "router": {"replicas": 1, "service": service},
             "drain": {"windowSeconds": 30},
+            # Wrong bytes must be an error here and not other tokens.
+            "kvTransfer": {"checksums": True},
             **spec,
         },
     }

@@ -14,8 +14,9 @@ _CELLS = 5
 
 
 def documented() -> dict[str, set[Row]]:
-    """By part: the pods of a deployment, a prefill pod's part of the store, decode's HiSparse, and the operator."""
-    parts = ("prefill", "decode", "store", "hiSparse", "router", "operator")
+    """By part: the pods of a deployment, a prefill pod's part of the store, decode's HiSparse, its paths from prefill
+    pods once they are measured, and the operator."""
+    parts = ("prefill", "decode", "store", "hiSparse", "paths", "router", "operator")
     rows: dict[str, set[Row]] = {part: set() for part in parts}
     for line in _TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

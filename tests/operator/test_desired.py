@@ -334,6 +334,16 @@ def test_hot_buffers_are_for_decode(asked: dict[str, Any], mode: str, rows: int 
     assert target().role_config("decode").hi_sparse is None
 
 
+def test_how_kv_crosses_reaches_both_roles_and_only_where_it_was_asked() -> None:
+    asked = target(kvTransfer={"backend": "nixl", "netDevices": "mlx5_0:1,mlx5_1:1", "checksums": True})
+    for role in ("prefill", "decode"):
+        found = engine_config(asked, role).kv_transfer
+        assert found is not None
+        assert (found.net_devices, found.checksums) == ("mlx5_0:1,mlx5_1:1", True)
+        assert engine_config(target(), role).kv_transfer is None
+    assert engine_config(asked, "router").kv_transfer is None
+
+
 STORE = {"roles": ["prefill"], "storeGiB": 3}
 
 

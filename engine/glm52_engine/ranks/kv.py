@@ -19,8 +19,9 @@ from glm52_engine.lifecycle.termination import host_name
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.messages import Agent, Fetch, Fetched
 from glm52_engine.ranks.spans import RankSpan
-from glm52_engine.transfer.agent import LINGER_SECONDS, Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.agent import EVERY_DEVICE, LINGER_SECONDS, Peer, Pull, TransferAgent, TransferError
 from glm52_engine.transfer.descriptors import Region
+from glm52_engine.transfer.devices import Choice
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def settle(asked: asyncio.Future[int], answered: Fetched) -> None:
 class HostAgent:
     """The agent of one rank host, as its process uses it. `on_notice` is called on the agent's thread."""
 
-    def __init__(self, pools: Sequence[Pool], span: RankSpan) -> None:
+    def __init__(self, pools: Sequence[Pool], span: RankSpan, devices: Choice = EVERY_DEVICE) -> None:
         self.on_notice: Callable[[bytes], None] = lambda notice: None
         self._span = span
         self._held, self._until = False, 0.0
@@ -69,6 +70,7 @@ class HostAgent:
             pools,
             on_notice=lambda notice: self.on_notice(notice),
             expects=lambda: self._held or time.monotonic() < self._until,
+            devices=devices,
         )
 
     @property

@@ -17,7 +17,7 @@ import logging
 import socket
 from dataclasses import dataclass
 
-from glm52_engine.config import ConfigError, EngineConfig, Outcome, Role, read_engine_config
+from glm52_engine.config import ConfigError, EngineConfig, KvTransferConfig, Outcome, Role, read_engine_config
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.leftovers import is_first_process, sweep
@@ -34,6 +34,7 @@ from glm52_engine.ranks.link import LinkLost
 from glm52_engine.ranks.load import load_host, read_terms
 from glm52_engine.ranks.reception import Reception
 from glm52_engine.ranks.spans import RankSpan
+from glm52_engine.transfer.devices import chosen_devices
 
 log = logging.getLogger(__name__)
 
@@ -203,12 +204,13 @@ class HostProcess:
         # Its leader waits as long: to load for it now would be for nothing.
         await wait_for_turn(self._on_hold, given_hold())
         try:
+            devices = chosen_devices((self.config.kv_transfer or KvTransferConfig()).net_devices)
             measures, terms = await in_thread(lambda: read_terms(self.config, role, hosts, phases))
             reception.terms.set_result(terms)
             parts = await in_thread(
                 lambda: load_host(self.config, role, measures, self._span, sum(hosts), phases, log.info)
             )
-            agent = HostAgent(parts.pools, self._span)
+            agent = HostAgent(parts.pools, self._span, devices)
             with phases.phase("registering the KV pools for transfer"):
                 await in_thread(agent.start)
             return Ready(parts, agent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +13,7 @@ from glm52_engine.runtime.stored import StoreCounters
 from glm52_engine.runtime.types import Stats
 from glm52_engine.serve import hot_metrics
 from glm52_engine.transfer.hold import TransferCounters
+from glm52_engine.transfer.rates import Path
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -61,6 +62,7 @@ class _Snapshot(Collector):
         ):
             ends.add_metric([outcome], count)
         yield ends
+        yield from _paths([path for path in kv.rates.paths.values() if path.rate])
         yield GaugeMetricFamily("glm52_kv_leases", "Prompts whose KV is held for a decode peer", value=self._leases())
         start = GaugeMetricFamily(
             "glm52_startup_phase_seconds", "Time of each phase of the start; phases overlap", labels=["host", "phase"]
@@ -120,6 +122,19 @@ class _Snapshot(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+
+
+def _paths(measured: Sequence[Path]) -> Iterator[Metric]:
+    """Nothing while nothing was measured: a series has a peer."""
+    if not measured:
+        return
+    rate = GaugeMetricFamily("glm52_kv_path_bytes_per_second", "How fast KV comes from a prefill pod", labels=["peer"])
+    slow = GaugeMetricFamily("glm52_kv_path_slow", "Whether that is too slow", labels=["peer"])
+    for path in measured:
+        rate.add_metric([path.peer], path.rate)
+        slow.add_metric([path.peer], float(path.slow))
+    yield rate
+    yield slow
 
 
 class Metrics:

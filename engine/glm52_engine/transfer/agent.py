@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from glm52_engine.runtime.types import KvPool
 from glm52_engine.transfer.checksums import checksums
 from glm52_engine.transfer.descriptors import Region, runs
+from glm52_engine.transfer.devices import Choice, apply
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ LINGER_SECONDS = 20.0
 
 BUSY_POLL_SECONDS = 0.0005
 NOTICE_POLL_SECONDS = 0.001
+
+EVERY_DEVICE = Choice()
 
 
 class TransferError(Exception):
@@ -126,7 +129,13 @@ class TransferAgent:
     """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached."""
 
     def __init__(
-        self, name: str, pools: Sequence[KvPool], *, on_notice: Callable[[bytes], None], expects: Callable[[], bool]
+        self,
+        name: str,
+        pools: Sequence[KvPool],
+        *,
+        on_notice: Callable[[bytes], None],
+        expects: Callable[[], bool],
+        devices: Choice = EVERY_DEVICE,
     ) -> None:
         self.name = name
         self.regions = tuple(Region(pool.tensor.data_ptr(), pool.num_blocks, pool.block_bytes) for pool in pools)
@@ -134,6 +143,7 @@ class TransferAgent:
         self._pools = pools
         self._on_notice = on_notice
         self._expects = expects
+        self._devices = devices
         self._inbox: queue.SimpleQueue[_Job | _Call | _Cut | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._over = False
@@ -241,7 +251,8 @@ class TransferAgent:
 
         # With a progress thread of its own NIXL spins on a core for ever, idle or not; here a turn that looks at a
         # running pull, or for notices while prompts are held, makes the progress.
-        self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self._nixl.create_backend("UCX", apply(self._devices))
         spans = [(region.address, region.num_blocks * region.block_bytes, 0, "") for region in self.regions]
         self._registered = self._nixl.register_memory(spans, "DRAM")
         self.metadata = self._nixl.get_agent_metadata()

@@ -8,18 +8,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from glm52_engine.runtime.types import Blocks, Engine
 from glm52_engine.transfer.agent import LINGER_SECONDS
 from glm52_engine.transfer.lease import Lease, LeaseTable
+from glm52_engine.transfer.rates import Rates
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Bytes and outcomes of KV hand-offs; only grow."""
+    """Bytes and outcomes of KV hand-offs, which only grow, and how fast the bytes come."""
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -28,6 +29,7 @@ class TransferCounters:
     handed_over: int = 0
     given_up: int = 0
     expired: int = 0
+    rates: Rates = field(default_factory=Rates)
 
 
 def notice(request_id: str, size: int) -> bytes:

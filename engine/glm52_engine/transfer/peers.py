@@ -214,7 +214,7 @@ class Puller:
 
     async def _read(self, pull: Pull, claim: Claim) -> int:
         """The pull, ended at once when the lease or the peer is lost."""
-        reading = asyncio.ensure_future(self.agent.pull(pull))
+        reading = asyncio.ensure_future(self._timed(pull))
         either: set[asyncio.Future[Any]] = {reading, claim.lost}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -226,6 +226,23 @@ class Puller:
         if not reading.done():
             self.agent.cut(pull.peer.name, str(claim.lost.exception()))
         return await reading
+
+    async def _timed(self, pull: Pull) -> int:
+        """The pull itself, measured: its path is told of when it is new, and when it is slow."""
+        pod, rates, size = pull.peer.name.rpartition("/")[0], self.counters.rates, 0
+        rates.begin(pod, time.monotonic())
+        try:
+            size = await self.agent.pull(pull)
+        finally:
+            news = rates.end(pod, size, time.monotonic())
+            if news is not None:
+                say = log.warning if news.slow else log.info
+                say(
+                    "the path of KV from a prefill pod%s",
+                    " is slow" if news.slow else "",
+                    extra={"peer": pod, "path": "host memory to host memory", "gb_per_second": news.rate / 1e9},
+                )
+        return size
 
     async def _compare(self, kv: KvReference, lease: LeaseCard, came: Blocks) -> None:
         if lease.checksums is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
-from glm52_engine.config import MODEL_MOUNT, Accelerator, HiSparseMode, KvCacheDtype, Preset
+from glm52_engine.config import MODEL_MOUNT, NET_DEVICES_PATTERN, Accelerator, HiSparseMode, KvCacheDtype, Preset
 from glm52_operator import names
 
 
@@ -167,8 +167,8 @@ class HiSparse(_Model):
 
     mode: HiSparseMode = Field(
         default="auto",
-        description="auto: as long as the contexts of a rank fit whole in the memory of its hot buffers they lie there, "
-        "and few requests run as fast as without hiSparse; always: hot buffers also then.",
+        description="auto: as long as the contexts of a rank fit whole in the memory of its hot buffers they lie "
+        "there, and few requests run as fast as without hiSparse; always: hot buffers also then.",
     )
     device_buffer_size: int | None = Field(
         default=None,
@@ -224,6 +224,25 @@ class RouterService(_Model):
         ge=1,
         le=65535,
         description="Port on every node, from the cluster's node port range; absent: the cluster picks one.",
+    )
+
+
+class KvTransfer(_Model):
+    """How KV crosses from prefill to decode pods."""
+
+    backend: Literal["nixl"] = Field(default="nixl", description="What moves it; there is one.")
+    net_devices: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=1024,
+        pattern=NET_DEVICES_PATTERN,
+        description="Network devices of the pods, by name and separated by commas, an RDMA device with its port, for "
+        "example mlx5_0:1,mlx5_1:1. auto uses every active one.",
+    )
+    checksums: bool = Field(
+        default=False,
+        description="Whether every block that arrives is compared with what it is at prefill, for debugging; it costs "
+        "the time to read it twice.",
     )
 
 
@@ -355,6 +374,9 @@ class Spec(_Model):
     decode: DecodeSpec = Field(
         default_factory=DecodeSpec,
         description="The role that writes answers; kubectl scale and autoscalers act on its replicas.",
+    )
+    kv_transfer: KvTransfer | None = Field(
+        default=None, description="Absent: KV crosses by every active device and is not compared."
     )
     kv_cache_offload: KvCacheOffload | None = Field(
         default=None,

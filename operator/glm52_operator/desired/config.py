@@ -9,6 +9,7 @@ from glm52_engine.config import (
     CONFIG_PATH,
     DiscoveryConfig,
     EngineConfig,
+    KvTransferConfig,
     ModelConfig,
 )
 from glm52_operator import names
@@ -34,8 +35,14 @@ def engine_config(target: Target, component: names.Component) -> EngineConfig:
         decode=target.role_config("decode") if component == "decode" else None,
         drain=target.drain_config,
         accelerator=target.spec.accelerator,
+        kv_transfer=None if component == names.ROUTER else _kv_transfer(target),
         discovery=_discovery(target) if component == names.ROUTER else None,
     )
+
+
+def _kv_transfer(target: Target) -> KvTransferConfig | None:
+    asked = target.spec.kv_transfer
+    return None if asked is None else KvTransferConfig(net_devices=asked.net_devices, checksums=asked.checksums)
 
 
 def _discovery(target: Target) -> DiscoveryConfig:

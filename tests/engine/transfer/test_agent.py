@@ -127,6 +127,28 @@ async def test_a_frozen_peer_ends_at_the_deadline_a_dead_one_at_once_and_its_suc
         successor.end()
 
 
+async def test_a_pull_that_is_cut_ends_at_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Over TCP a peer has to help: from a frozen one nothing comes, and its connection stays.
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    pool = FakePool(BLOCKS)
+    agent = TransferAgent("decode/by-tcp", [pool], on_notice=lambda notice: None, expects=lambda: False)
+    await asyncio.to_thread(agent.start)
+    frozen = Remote("prefill/by-tcp")
+    try:
+        assert await agent.pull(pull(frozen.peer, [0], [0])) == pool.block_bytes
+        os.kill(frozen.process.pid, signal.SIGSTOP)
+        reading = asyncio.create_task(agent.pull(pull(frozen.peer, list(range(BLOCKS)), list(range(BLOCKS)))))
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        agent.cut("another/1", "not this one")
+        agent.cut(frozen.peer.name, "the lease is lost")
+        with pytest.raises(TransferError, match="the lease is lost"):
+            await asyncio.wait_for(reading, 10)
+    finally:
+        frozen.end()
+        agent.close()
+
+
 async def test_a_cancelled_pull_is_over_when_the_cancellation_arrives(
     local: tuple[TransferAgent, FakePool], remote: Remote
 ) -> None:

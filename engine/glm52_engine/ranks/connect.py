@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm52_engine.ranks.frames import ProtocolError
@@ -36,17 +36,24 @@ class ConnectError(Exception):
 
 
 async def connect_hosts(
-    local_ranks: int, hosts: Sequence[RankHost], terms: Terms, secret: str, *, seconds: float
+    local_ranks: int,
+    hosts: Sequence[RankHost],
+    terms: Terms,
+    secret: str,
+    *,
+    seconds: float | None,
+    missing: Callable[[str, str], None] = lambda host, why: None,
 ) -> list[Remote]:
     """A link to every host, in the order given, whoever answers first. No host: nothing is opened.
 
-    A host that is not there yet is tried again for `seconds`. Every attempt has ended before this returns or raises;
+    A host that is not there yet is tried again for `seconds`, or as long as it takes; `missing` is told host and
+    reason, each reason once, and no reason when it is there. Every attempt has ended before this returns or raises;
     where one fails the links of the others are closed. Raises ConnectError, and ValueError as `rank_spans`.
     """
     spans = rank_spans(local_ranks, hosts)[1:]
     if not spans:
         return []
-    calls = [_Call(host, span, terms, secret) for host, span in zip(hosts, spans, strict=True)]
+    calls = [_Call(host, span, terms, secret, missing) for host, span in zip(hosts, spans, strict=True)]
     hopeless = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as group:
@@ -72,15 +79,21 @@ class _Call:
     span: RankSpan
     terms: Terms
     secret: str
+    missing: Callable[[str, str], None]
     link: Link | None = None
     reason: str = "it has not answered yet"
     tries: int = 0
 
-    async def run(self, seconds: float, hopeless: asyncio.Event) -> None:
+    async def run(self, seconds: float | None, hopeless: asyncio.Event) -> None:
         try:
             async with asyncio.timeout(seconds):
-                while not await self._try(hopeless):  # noqa: ASYNC110  (a host that is away cannot tell)
+                told = ""
+                while not await self._try(hopeless):
+                    if self.reason != told:
+                        told = self.reason
+                        self.missing(self.span.host, told)
                     await asyncio.sleep(RETRY_SECONDS)
+                self.missing(self.span.host, "")
         except TimeoutError:
             self.reason += f" (tried {self.tries} times)"
         except asyncio.CancelledError:

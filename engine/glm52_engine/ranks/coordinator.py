@@ -53,13 +53,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a replica is made of. `connect_seconds`: for all hosts to be there; `debug`: collectives are checked."""
+    """What a replica is made of. `debug`: collectives are checked."""
 
     hosts: Sequence[RankHost]
     terms: Terms
     secret: str
     load: Callable[[], HostParts]
-    connect_seconds: float
     launch_ahead: bool = False
     debug: bool = False
 
@@ -81,6 +80,10 @@ class Coordinator:
         """When a peer has read KV of a rank host, with what it attached."""
         self.on_leaving: Callable[[str], None] = lambda why: None
         """When a rank host was asked to end: the replica has to be drained, since every step needs all hosts."""
+        self.on_waiting: Callable[[str], None] = lambda text: None
+        """When all is loaded here and hosts are not there yet: which ones, and why; "" once they are."""
+        self._missing: dict[str, str] = {}
+        self._waits = False
         self._own_phases = phases
         self._books: Books | None = None
         self._hosts: list[RemoteHost] = []
@@ -189,7 +192,11 @@ class Coordinator:
             await asyncio.wait((loading, connecting), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
+            self._waits = not connecting.done()
+            self._tell_waiting()
             await connecting
+            self._waits = False
+            self.on_waiting("")
             self.parts = parts = await self._all(loading)
         finally:
             connecting.cancel()
@@ -207,13 +214,28 @@ class Coordinator:
     async def _connect(self) -> None:
         plan = self.plan
         with self._own_phases.phase("connecting to all hosts"):
+            # However long it takes: until its node is there, or its image, a pod cannot answer, and to load anew
+            # here would bring neither any nearer.
             remotes = await connect_hosts(
-                plan.local.rank_count, plan.hosts, plan.terms, plan.secret, seconds=plan.connect_seconds
+                plan.local.rank_count, plan.hosts, plan.terms, plan.secret, seconds=None, missing=self._miss
             )
             self._hosts = [
                 RemoteHost(remote, self._note, lambda notice: self.on_notice(notice), lambda why: self.on_leaving(why))
                 for remote in remotes
             ]
+
+    def _miss(self, host: str, why: str) -> None:
+        self._missing.pop(host, None)
+        if why:
+            self._missing[host] = why
+            log.info("rank host %s is not there yet: %s", host, why)
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        if self._waits and self._missing:
+            first, why = next(iter(self._missing.items()))
+            more = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
+            self.on_waiting(f"waiting for rank host {first} ({why}){more}")
 
     async def _join(self, parts: HostParts) -> None:
         own = self._hosts[0].link.own_address if self._hosts else LOOPBACK

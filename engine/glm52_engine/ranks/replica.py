@@ -21,7 +21,6 @@ from glm52_engine.runtime.rank import Counters, Event, Running
 from glm52_engine.runtime.record import Record
 from glm52_engine.runtime.types import KvPool
 from glm52_engine.schedule import Admission
-from glm52_engine.sizing import startup_budget_seconds
 from glm52_engine.transfer.agent import TransferAgent
 
 Say = Callable[[str], None]
@@ -130,9 +129,6 @@ def make_coordinator(
         terms=terms,
         secret=read_token(str(token_file)).sent,
         load=lambda: load_host(config, role, measures, plan.local, terms.world, phases, say),
-        connect_seconds=startup_budget_seconds(
-            own, weights_gib=config.model.weights_gib, accelerator=config.accelerator
-        ),
         launch_ahead=(own.launch_ahead and config.accelerator != "cpu") if launch_ahead is None else launch_ahead,
         debug=debug,
     )
@@ -148,13 +144,15 @@ def load_replica(
     phases: Phases,
     say: Say,
     on_leaving: Callable[[str], None],
+    on_waiting: Callable[[str], None],
 ) -> ReplicaEngine:
     """Blocking: until every rank of every host has computed its first steps. Raises ConfigError and ReplicaFailed.
 
-    `on_leaving`, on another thread and from the start on: a host was asked to end, so the replica has to be drained.
+    Both are called on another thread. `on_leaving`, from the start on: a host was asked to end, so the replica has to
+    be drained. `on_waiting`: for which hosts the start waits, and "" once they are there.
     """
     coordinator = make_coordinator(config, role, hosts, token_file=token_file, phases=phases, say=say)
-    coordinator.on_leaving = on_leaving
+    coordinator.on_leaving, coordinator.on_waiting = on_leaving, on_waiting
     try:
         coordinator.bring_up()
     except BaseException:

@@ -28,12 +28,14 @@ def load_engine(
     phases: Phases | None = None,
     say: Callable[[str], None] = lambda text: None,
     on_leaving: Callable[[str], None] = lambda why: None,
+    on_waiting: Callable[[str], None] = lambda text: None,
 ) -> tuple[Engine, Tokenizer, type[Exception]]:
     """The engine, its tokenizer, and what its calls raise when it stops. Raises ConfigError for what can never work.
 
     `on_phase` is told of phases that follow each other, and may raise to give the start up. A replica of several hosts
     has phases that overlap: they go to `phases`, and `say` gets how far they are. `rank_hosts`: HOST:PORT of its other
-    pods, which share the secret of `token_file`; `on_leaving` is told when one of them was asked to end.
+    pods, which share the secret of `token_file`; `on_leaving` is told when one of them was asked to end, `on_waiting`
+    for which of them the start waits, and "" once they are there.
     """
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
@@ -51,7 +53,16 @@ def load_engine(
         hosts = [RankHost.parse(text, ranks) for text in rank_hosts]
         phases = phases or Phases()
         phases.finish()
-        engine = load_replica(config, role, hosts, token_file=token_file, phases=phases, say=say, on_leaving=on_leaving)
+        engine = load_replica(
+            config,
+            role,
+            hosts,
+            token_file=token_file,
+            phases=phases,
+            say=say,
+            on_leaving=on_leaving,
+            on_waiting=on_waiting,
+        )
         return engine, tokenizer, EngineStopped
     local = LocalEngine.load(
         Path(config.model.path),

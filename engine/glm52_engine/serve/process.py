@@ -107,6 +107,7 @@ class Process:
         self._listener = listener
         self._ended: asyncio.Future[End]
         self._terminated = asyncio.Event()
+        self._start_limit: asyncio.Timeout
         self._leaving_with = ""
         """Why the replica is drained though nobody has told this pod to go."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -192,7 +193,7 @@ class Process:
         try:
             held = await wait_for_turn(lambda phase: self.life.enter(phase, held=True), given_hold())
             # The startup probe has passed while we waited, so that nobody else limits this start.
-            async with asyncio.timeout(self._start_budget() if held else None):
+            async with asyncio.timeout(self._start_budget() if held else None) as self._start_limit:
                 self.pod.loaded = await self._loaded()
             self.pod.phases.finish()
             self.pod.phases.note(WHOLE_START, 0.0)
@@ -208,6 +209,16 @@ class Process:
         except Exception as error:
             log.error("the start failed", exc_info=error)
             self._end(Outcome.CRASHED, last_line(error), getattr(error, "rank", None), consequence=self._follows(error))
+
+    def _waits(self, text: str) -> None:
+        """For other hosts of the replica, which is nothing that starting anew would help: the startup probe passes, and
+        once they are there this process limits the rest of its start itself."""
+        if text:
+            self.life.enter(text, held=True)
+            self._start_limit.reschedule(None)
+        elif self.life.state.held:
+            self.life.enter("joining")
+            self._start_limit.reschedule(asyncio.get_running_loop().time() + self._start_budget())
 
     def _start_budget(self) -> int:
         role = self.config.role(self.options.role)
@@ -231,6 +242,9 @@ class Process:
         def on_leaving(why: str) -> None:
             loop.call_soon_threadsafe(self.leave_with, why)
 
+        def on_waiting(text: str) -> None:
+            loop.call_soon_threadsafe(self._waits, text)
+
         crossing = self.config.kv_transfer or KvTransferConfig()
         devices = chosen_devices(crossing.net_devices)
         options = self.options
@@ -244,6 +258,7 @@ class Process:
                 phases=self.pod.phases,
                 say=say,
                 on_leaving=on_leaving,
+                on_waiting=on_waiting,
             )
         )
         engine, tokenizer, stopped = await self._loading

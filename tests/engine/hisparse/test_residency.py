@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from glm52_engine.kernels import hisparse, residency
+from glm52_engine.kernels.residency import HostRows
 from tests.engine.hisparse.support import BLOCK, Naive, World
 
 LAYERS = range(5)
@@ -94,6 +95,20 @@ def test_padding_rows_never_touch_residency(world: World) -> None:
     for tensor, before in zip(state, kept, strict=True):
         live = (slice(None), slice(0, tensor.shape[1] - 1))  # without the place for what padding rows would write
         assert torch.equal(tensor[live], before[live])
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 5])
+def test_a_new_row_without_a_place_is_not_written(world: World, beyond: int) -> None:
+    own = -1 if beyond < 0 else world.host.slots + beyond
+    world.begin([(0, [3, 4], own), (1, [20], 21)])
+    world.resolve()
+    world.write_newest(LAYERS)
+    host = world.host.tensor.clone()
+    world.write_back(LAYERS)
+    for layer in LAYERS:
+        rows = HostRows(host, BLOCK, world.host.row_bytes).layer(layer)
+        rows[21 // BLOCK, 21 % BLOCK] = world.hot[layer][world.plan.newest[1].long()].cpu()
+    assert torch.equal(host, world.host.tensor)
 
 
 def test_a_read_out_of_bounds_is_zero_and_owned_by_nobody(world: World) -> None:

@@ -119,16 +119,16 @@ def prompt_of(number: int) -> list[int]:
     return [*b"row ", 48 + number % 10, *b"." * (3 + 11 * number)]
 
 
+def said(client: openai.OpenAI, number: int) -> str:
+    answer = client.completions.create(model="m", prompt=prompt_of(number), max_tokens=TOKENS, temperature=0)
+    return answer.choices[0].text
+
+
 def test_answers_are_those_of_one_rank(deployment: Deployment, client: openai.OpenAI, tiny_checkpoint: Path) -> None:
     ours = Ours(tiny_checkpoint)
-
-    def asked(number: int) -> str:
-        answer = client.completions.create(model="m", prompt=prompt_of(number), max_tokens=TOKENS, temperature=0)
-        return answer.choices[0].text
-
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(asked, range(8)))
-    alone = [asked(number) for number in range(8)]
+        together = list(pool.map(lambda number: said(client, number), range(8)))
+    alone = [said(client, number) for number in range(8)]
     assert together == alone
     for number, text in enumerate(together):
         expected = ours.greedy(prompt_of(number), TOKENS, chunk=1000)[:TOKENS]
@@ -144,6 +144,31 @@ def test_kv_is_held_and_read_where_the_rank_is(deployment: Deployment, client: o
     answer = client.completions.create(model="m", prompt=prompt_of(1), max_tokens=TOKENS, temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == TOKENS
+
+
+def test_clients_that_leave_change_nobodys_answer(deployment: Deployment, client: openai.OpenAI) -> None:
+    """Streams are cut off in the middle, on both hosts, beside requests that stay; nothing of them is left."""
+
+    def leave(number: int) -> None:
+        stream = client.completions.create(
+            model="m", prompt=prompt_of(number), max_tokens=150, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        with stream:
+            for _ in range(1 + number):
+                next(iter(stream))
+
+    with ThreadPoolExecutor(10) as pool:
+        leaving = [pool.submit(leave, number) for number in range(6)]
+        staying = list(pool.map(lambda number: said(client, number), range(4)))
+        for each in leaving:
+            each.result()
+    assert staying == [said(client, number) for number in range(4)]
+    until = time.monotonic() + 60
+    for role in ("prefill", "decode"):
+        while (found := deployment.state(f"{role}-0"))["running"] or found["blocks_free"] < found["blocks_total"]:
+            assert time.monotonic() < until, found
+            time.sleep(0.05)
 
 
 def test_structured_outputs_fit_on_every_rank(client: openai.OpenAI) -> None:

@@ -155,7 +155,7 @@ def write_config(path: Path, checkpoint: Path, ranks: int = 1) -> Path:
         model=ModelConfig(name="m", path=str(checkpoint), max_model_len=256, weights_gib=1),
         prefill=role,
         # The ranks of a replica read through hot buffers: who is in lock-step must not depend on what it finds there.
-        decode=role.model_copy(update={"hi_sparse": HiSparseConfig()}),
+        decode=role.model_copy(update={"hi_sparse": HiSparseConfig(mode="always")}),
         drain=DrainConfig(window_seconds=10),
         block_size=BLOCK,
     )

@@ -51,7 +51,7 @@ def test_killed_at_random_points_it_converges(space: Space, installed: Installed
         operator.kill()
         operator.start()
     for name in names:
-        space.until_ready(name)
+        space.until_ready(name, timeout=180.0)
         # What was scaled away may still leave, and how it ended is told then.
         space.until_condition(name, "Draining", status="False")
     assert_whole(space, names)

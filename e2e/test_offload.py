@@ -92,7 +92,7 @@ def test_memory_is_limited_as_sized(sparse: Kubectl, pod: str, role: str, size: 
     assert f"{size / GIB:g} GiB = " in status[role]["memory"]["explanation"]
 
 
-READ_LIMIT = "print(open('/sys/fs/cgroup/memory.max').read())"
+READ_LIMIT = "from glm52_engine.runtime.preflight import memory_limit; print(memory_limit()[0])"
 
 
 def test_only_prefill_has_a_store_and_only_decode_hot_buffers(sparse: Kubectl) -> None:

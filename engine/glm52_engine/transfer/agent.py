@@ -115,7 +115,9 @@ class KvAgent(Protocol):
     async def pull(self, pull: Pull) -> int: ...
 
     def cut(self, peer: str, reason: str) -> None:
-        """From any thread: pulls from that agent fail now, with this reason, and none of its bytes comes any more."""
+        """From any thread: pulls from that agent fail now, with this reason, and none of its bytes comes any more.
+
+        What is kept of it is let go; a later pull finds it anew."""
         ...
 
     async def checksums(self, rank: int, blocks: Sequence[int]) -> list[int] | None:
@@ -236,8 +238,7 @@ class TransferAgent:
             if isinstance(item, _Call):
                 _settle(item.done, item.run)
             elif isinstance(item, _Cut):
-                for job in [job for job in self._jobs if job.pull.peer.name == item.name]:
-                    self._fail(job, item.reason)
+                self._end(item.name, item.reason)
             else:
                 self._begin(item)
         self._jobs = [job for job in self._jobs if self._runs_on(job)]
@@ -309,19 +310,23 @@ class TransferAgent:
         return True
 
     def _fail(self, job: _Job, message: str) -> None:
-        """Cutting the connection is what stops late writes into our blocks; other pulls from that peer end with it."""
-        name = job.pull.peer.name
+        """Other pulls from that peer end with it."""
         self._release(job)
-        for other in self._jobs:
-            if other is not job and other.pull.peer.name == name and not other.done.done():
-                self._release(other)
+        self._end(job.pull.peer.name, message)
+        if not job.done.done():
+            job.done.set_exception(TransferError(message))
+
+    def _end(self, name: str, message: str) -> None:
+        """Cutting the connection is what stops late writes into our blocks."""
+        ended = [job for job in self._jobs if job.pull.peer.name == name and not job.done.done()]
+        for job in ended:
+            self._release(job)
         if name in self._known:
             self._known.discard(name)
             with contextlib.suppress(Exception):
                 self._nixl.remove_remote_agent(name)
-        for ended in [job, *(o for o in self._jobs if o is not job and o.pull.peer.name == name)]:
-            if not ended.done.done():
-                ended.done.set_exception(TransferError(message))
+        for job in ended:
+            job.done.set_exception(TransferError(message))
 
     def _release(self, job: _Job) -> None:
         if job.handle is None:

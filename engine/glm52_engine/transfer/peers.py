@@ -263,6 +263,7 @@ class Puller:
         if peer.name != kv.agent:
             raise TransferError(f"prefill {kv.address} has restarted: its agent is {peer.name}, not {kv.agent}")
         for stale in [name for name in self._peers if name.rpartition("/")[0] == peer.name.rpartition("/")[0]]:
+            self.agent.cut(stale, f"prefill {kv.address} has restarted")
             del self._peers[stale]
         self._peers[peer.name] = peer
         return peer

@@ -21,8 +21,10 @@ hypothesis.settings.load_profile("glm52")
 GROUPS = {
     "oracle": ("tests/engine/model/", "tests/engine/tokenizer/"),
     "chat": ("e2e/test_serving.py", "e2e/test_scale.py"),
+    "operator": ("e2e/test_operator.py", "e2e/test_runbooks.py", "e2e/test_hosts.py"),
 }
-"""Files that one worker runs: the first import transformers, which takes ten seconds; the second share a deployment."""
+"""Files that one worker runs: the first import transformers, which takes ten seconds; the second share a deployment; of
+the third the first takes the operator away, and the others ask how pods ended that no operator would then have seen."""
 
 
 ENGINE = tuple(

@@ -34,7 +34,7 @@ BACK_SECONDS = 240
 @pytest.fixture(scope="module")
 def hosts(kube: Kubectl) -> Kubectl:
     example = yaml.safe_load(EXAMPLE.read_text())
-    example["spec"]["drain"]["windowSeconds"] = WINDOW_SECONDS
+    example["spec"] |= {"drain": {"windowSeconds": WINDOW_SECONDS}, "crashPolicy": {"backoffBaseSeconds": 0}}
     kube.apply(example)
     wait_ready(kube, NAME, BACK_SECONDS)
     return kube

@@ -18,7 +18,7 @@ import asyncio
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,8 @@ async def traffic(engine: LocalEngine, context: int, concurrency: int, size: Siz
 
 def measure(system: System, spec: ModelSpec, context: int, concurrency: int, overlap: float, size: Size) -> Row:
     system.turn(steered.speed(spec, context, overlap))
-    before = system.engine.stats().hot
+    first = system.engine.stats()
+    before = first.hot
     seen, seconds = asyncio.run(traffic(system.engine, context, concurrency, size))
     stats = system.engine.stats()
     row: Row = {
@@ -246,6 +247,7 @@ def measure(system: System, spec: ModelSpec, context: int, concurrency: int, ove
         "overlap": overlap,
         "tokens_s": round(seen.tokens / seconds, 1),
         "completed": seen.completed,
+        "step_ms": round(seconds / max(1, stats.steps - first.steps) * 1e3, 3),
         "preemptions": 0,  # there is no such thing; who would be preempted elsewhere waits here
         "ttft_s": {"p50": _at(seen.first, 0.5), "p99": _at(seen.first, 0.99)},
         "itl_ms": {"p50": _at(seen.gaps, 0.5, 1e3), "p99": _at(seen.gaps, 0.99, 1e3)},
@@ -274,8 +276,8 @@ def runs(size: Size) -> list[tuple[int, int, float]]:
     return usual + [(context, counts[-1], overlap) for overlap in size.overlaps]
 
 
-def run(size: Size, spec: ModelSpec, device: str, show: Callable[[str], None]) -> list[Row]:
-    """Every row of the result."""
+def run(size: Size, spec: ModelSpec, device: str, show: Callable[[str], None]) -> Iterator[Row]:
+    """Every row of the result, as soon as it is there."""
     layout = KvLayout.of(spec, size.block, "bf16")
     blocks = size.pool_tokens // size.block
     memory, let_go = slab(blocks * layout.block_bytes, device, show)
@@ -287,22 +289,19 @@ def run(size: Size, spec: ModelSpec, device: str, show: Callable[[str], None]) -
 
         weights = device_weights(spec, weights, device)
     make = systems(size, device, memory, layout, spec, weights)
-    rows = []
     for name in SYSTEMS:
         began = time.perf_counter()
         system = make(name)
         show(f"{name}: ready in {time.perf_counter() - began:.1f} s")
         try:
             for context, concurrency, overlap in runs(size):
-                rows.append(measure(system, spec, context, concurrency, overlap, size))
-                show(json.dumps(rows[-1]))
+                yield measure(system, spec, context, concurrency, overlap, size)
         finally:
             system.engine.stop()
         del system
         if device != "cpu":
             torch.cuda.empty_cache()
     let_go()
-    return rows
 
 
 def reach(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -310,6 +309,8 @@ def reach(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for case in dict.fromkeys(_case(row) for row in rows):
         by = {row["system"]: row for row in rows if _case(row) == case}
+        if len(by) < len(SYSTEMS):
+            continue
         context, concurrency, overlap = case
         name = f"{context:,} × {concurrency}"
         rates = {system: row["tokens_s"] for system, row in by.items()}
@@ -369,17 +370,21 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     size, device = SIZES[chosen.size], "cpu" if chosen.size == "tiny" else "cuda"
     began = time.perf_counter()
-    rows = run(size, tiny() if device == "cpu" else full(), device, lambda text: print(text, flush=True))
-    result = {
+    rows: list[Row] = []
+    result: dict[str, Any] = {
         "machine": {"device": platform.machine() if device == "cpu" else torch.cuda.get_device_name()},
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__},
         "size": chosen.size,
-        "seconds": round(time.perf_counter() - began, 1),
         "rows": rows,
-        "reach": reach(rows) if device != "cpu" else [],  # nothing there is a wall, and nothing is fetched
     }
-    (chosen.out / "hisparse.json").write_text(json.dumps(result, indent=1) + "\n")
+    for row in run(size, tiny() if device == "cpu" else full(), device, lambda text: print(text, flush=True)):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        result["reach"] = reach(rows) if device != "cpu" else []  # nothing there is a wall, and nothing is fetched
+        # Each time: a run that is cut off leaves what it has measured.
+        (chosen.out / "hisparse.json").write_text(json.dumps(result, indent=1) + "\n")
     for entry in result["reach"]:
         print(entry)
     plot(result, chosen.out / "hisparse.png")

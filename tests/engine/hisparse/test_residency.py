@@ -77,6 +77,16 @@ def test_shared_layers_fetch_what_their_full_layer_planned(world: World) -> None
         assert torch.equal(world.served(layer, 0)[:2], world.wanted(layer, 0)[:2])
 
 
+def test_a_step_begins_without_fetches(world: World) -> None:
+    for group in range(2):
+        step(world, (1, [4, 5, 9], 9), group=group)
+    world.begin([(1, [4], 10)])
+    before = world.hot.clone()
+    world.gather(LAYERS, 0)
+    world.gather(LAYERS, 1)
+    assert torch.equal(world.hot, before)
+
+
 def test_padding_rows_never_touch_residency(world: World) -> None:
     step(world, (0, [0, 1, 2], 2), (1, [16, 17], 17))
     state = [world.residency.owner, world.residency.order, world.residency.where]

@@ -89,6 +89,30 @@ def test_a_replica_that_crashes_is_held_then_latched_and_released_by_an_edit(
     assert {crash["message"].rpartition(" ")[2] for crash in status(space)["crashes"]} == {"1", "2", "3"}
 
 
+def test_a_smaller_limit_latches_nobody_for_what_came_before_it(
+    space: Space, operator: Process, kubelets: Kubelets
+) -> None:
+    """Also not for a crash that is seen only afterwards; what crashes then is latched, and nobody else."""
+    space.apply(deployment("chat", decode={"replicas": 3}, crashPolicy={"backoffBaseSeconds": 0}))
+    space.until_ready("chat")
+    before, bad = uids(space), "chat-decode-2"
+    for number, name in enumerate(("chat-decode-0", "chat-decode-0", "chat-decode-1"), 1):
+        kubelets.crash(space.name, name, Exit(137))
+        until_crashes(space, number)
+    operator.kill()
+    kubelets.crash(space.name, "chat-decode-1", Exit(137))
+    generation = space.edit("chat", crashPolicy={"maxRestarts": 1})["metadata"]["generation"]
+    operator.start()
+    until_crashes(space, 4)
+    space.until_ready("chat", generation)
+    assert space.condition("chat", "Degraded") == {}
+    kubelets.crash(space.name, bad, Exit(137), restarts=False)
+    message = space.until_condition("chat", "Degraded", status="True", reason="CrashLoop")["message"]
+    assert bad in message
+    assert [entry["replica"] for entry in status(space)["restarts"] if entry["latched"]] == [bad]
+    assert uids(space) == before
+
+
 def test_ends_that_nobody_asked_for_and_one_that_is_no_crash(
     space: Space, operator: Process, kubelets: Kubelets
 ) -> None:

@@ -47,13 +47,16 @@ def ask_drain(*, port: int, token_file: str, limit: float, host: str = "127.0.0.
             )
         except (OSError, ValueError, http.client.HTTPException) as error:
             return f"drain: the server does not answer ({error or type(error).__name__}); nothing to wait for"
+        if answer is None:
+            return "drain: this pod takes no requests; TERM has the first pod of its replica drain"
         if answer.get("drained"):
             return f"drain: nothing is in flight after {time.monotonic() - began:.1f} s"
         if answer.get("overdue"):
             return f"drain: the window is over, {answer.get('in_flight')} still in flight"
 
 
-def _post(host: str, port: int, token: str, *, wait: float, timeout: float) -> dict[str, Any]:
+def _post(host: str, port: int, token: str, *, wait: float, timeout: float) -> dict[str, Any] | None:
+    """None from a rank host, which has its probes and no API."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         body = json.dumps({"wait_seconds": wait})
@@ -63,6 +66,8 @@ def _post(host: str, port: int, token: str, *, wait: float, timeout: float) -> d
         text = response.read()
     finally:
         connection.close()
+    if response.status == 404:
+        return None
     if response.status != 200:
         raise ValueError(f"HTTP {response.status}")
     answer = json.loads(text)

@@ -24,7 +24,7 @@ def token(tmp_path: Path) -> str:
 class Server:
     """Answers drain calls with the given objects, the last one forever."""
 
-    def __init__(self, *answers: dict[str, object]) -> None:
+    def __init__(self, *answers: dict[str, object], status: int = 200) -> None:
         self.calls: list[dict[str, object]] = []
         server = self
 
@@ -33,7 +33,7 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 server.calls.append({**body, "token": self.headers["X-Glm52-Internal-Token"], "path": self.path})
                 answer = json.dumps(answers[min(len(server.calls), len(answers)) - 1]).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("content-length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
@@ -67,6 +67,11 @@ def test_says_what_is_left_when_the_window_is_over(token: str, servers: list[Ser
     server = Server({"drained": False, "overdue": True, "in_flight": 3})
     servers.append(server)
     assert ask_drain(port=server.port, token_file=token, limit=20).endswith("the window is over, 3 still in flight")
+
+
+def test_a_rank_host_has_nothing_to_drain(token: str, servers: list[Server]) -> None:
+    servers.append(Server({}, status=404))
+    assert "the first pod of its replica" in ask_drain(port=servers[0].port, token_file=token, limit=20)
 
 
 def test_a_server_that_is_gone_is_nothing_to_wait_for(token: str) -> None:

@@ -97,3 +97,17 @@ async def test_a_lease_that_is_lost_during_a_pull_ends_it(made: Deployment, monk
     assert "no longer holds the KV" in answer["error"]["message"]
     assert [peer for peer, _ in cuts] == [call["kv"]["agent"]]
     await made.idle()
+
+
+async def test_bytes_that_came_after_the_lease_are_not_used(made: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks may have been another request's by then."""
+    prefill = made.prefill[0].process.pod.loaded
+    assert prefill is not None
+    monkeypatch.setattr(prefill.holder.table, "heard_seconds", 0.0)
+    hand = Handoff(made)
+    call = await hand.prefill()
+    status, answer = await hand.decode(call)
+    assert (status, answer["error"]["code"]) == (502, "kv_transfer_failed")
+    assert "ran out while its KV was read" in answer["error"]["message"]
+    assert not made.decode[0].engine.decoded
+    await made.idle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.controlplane.client import Object
+from e2e.controlplane.client import Object, Refused, path
 from e2e.controlplane.operator import Installed, Process
 from e2e.controlplane.space import Space, deployment
 from e2e.controlplane.standin import FOREVER, Exit, Kubelets, Life, termination
@@ -83,3 +83,30 @@ def test_a_rollout_drains_pod_after_pod_and_keeps_the_last_outcomes(
     space.until_ready("chat", generation)
     for pod in ("chat-decode-0", "chat-decode-1", "chat-prefill-0"):
         until_drain(space, pod, phase="Ended", outcome="Drained")
+
+
+def evict(space: Space, pod: str) -> None:
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": space.name}}
+    space.cluster.request("POST", path("Pod", space.name, pod, "eviction"), body)
+
+
+def test_hosts_of_a_replica_leave_together_and_one_replica_at_a_time(
+    space: Space, operator: Process, kubelets: Kubelets
+) -> None:
+    kubelets.live(Life(drain=FOREVER), space.name, "decode")
+    space.apply(deployment("chat", decode={"replicas": 2, "hostsPerReplica": 2}))
+    space.until_ready("chat")
+    before = {name: pod["metadata"]["uid"] for name, pod in space.pods("chat", "decode").items()}
+    evict(space, "chat-decode-3")
+    # The drain of a node asks for all of its pods, whichever replicas they are hosts of.
+    with pytest.raises(Refused, match="disruption budget"):
+        evict(space, "chat-decode-0")
+    for pod in ("chat-decode-2", "chat-decode-3"):
+        until_drain(space, pod, phase="Draining")
+    for pod in ("chat-decode-2", "chat-decode-3"):
+        kubelets.release(space.name, pod)
+        until_drain(space, pod, outcome="Drained")
+    space.until_ready("chat")
+    after = {name: pod["metadata"]["uid"] for name, pod in space.pods("chat", "decode").items()}
+    assert {name for name in before if after[name] == before[name]} == {"chat-decode-0", "chat-decode-1"}
+    assert "crashes" not in (space.seen("GLM52Deployment", "chat") or {})["status"]

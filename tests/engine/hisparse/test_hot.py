@@ -250,6 +250,29 @@ def test_a_block_that_is_assigned_drops_its_hot_copies(rank: Rank) -> None:
     reader.number = kept
 
 
+def test_whole_contexts_hot_buffers_and_back(rank: Rank, device: str, few_frames: None) -> None:
+    """Six frames; whatever form a step has, it reads what the requests have written, and nothing of the form before."""
+    rank = Rank(rank.pool.form, device, auto=True)
+    first = rank.admit(0, [0, 1], 5)
+    rank.step([(first, every(rank, [1, 2, 5]))])
+    rank.admit(1, [2, 3, 4, 5], 10)
+    assert rank.pool.frames_used == (6, 6)
+    third = rank.admit(2, [6], 1)
+    assert not rank.pool.whole
+    rank.step([(first, every(rank, [1, 2, 5, 6]))])
+    rank.finish(1)
+    # The third one's length is not known to this step.
+    rank.step([(first, every(rank, [2, 7]))], advance=False)
+    assert (rank.pool.whole, rank.counters()["held"]) == (False, 3 * len(rank.groups))
+    rank.step([(first, every(rank, [1, 2, 6, 7])), (third, every(rank, [0, 1]))])
+    assert rank.pool.whole
+    rank.finish(0)
+    again = rank.admit(0, [0, 1], 5)
+    rank.admit(1, [2, 3, 4, 5], 10)
+    assert (rank.pool.whole, rank.pool.switches, rank.counters()["held"]) == (False, 3, 0)
+    rank.step([(again, every(rank, [1, 2, 4, 5])), (third, every(rank, [0, 1, 2]))])
+
+
 def test_a_seat_that_is_assigned_holds_nothing(rank: Rank) -> None:
     rank.step([(rank.admit(0, [3], 3), every(rank, [0, 1, 3]))])
     rank.finish(0)

@@ -13,7 +13,7 @@ from glm52_engine.kv import Pool
 from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.ranks.messages import Terms
 from glm52_engine.ranks.spans import RankSpan, experts_of
-from glm52_engine.runtime.load import Measures, kv_contract, measure
+from glm52_engine.runtime.load import Measures, Options, kv_contract, measure
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.runtime.progress import ProgressLines
 
@@ -36,14 +36,7 @@ def read_terms(config: EngineConfig, role: Role, hosts: tuple[int, ...], phases:
     """What the hosts of a replica compare, read from the checkpoint's headers. Raises ConfigError."""
     path = Path(config.model.path)
     with phases.phase("reading the checkpoint's headers"):
-        measures = measure(
-            path,
-            config.role(role),
-            accelerator=config.accelerator,
-            max_model_len=config.model.max_model_len,
-            kv_cache_dtype=config.model.kv_cache_dtype,
-            block_size=config.block_size,
-        )
+        measures = measure(path, Options.of(config, role))
         fingerprint = read_fingerprint(path, measures.spec)
     limits = measures.limits
     terms = Terms(

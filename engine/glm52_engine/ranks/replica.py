@@ -17,10 +17,10 @@ from glm52_engine.ranks.load import load_host, read_terms
 from glm52_engine.ranks.remote import ReplicaFailed
 from glm52_engine.ranks.spans import RankHost
 from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.ledger import Ledger
 from glm52_engine.runtime.rank import Counters, Event, Running
 from glm52_engine.runtime.record import Record
 from glm52_engine.runtime.types import KvPool
-from glm52_engine.schedule import Admission
 from glm52_engine.transfer.agent import TransferAgent
 
 Say = Callable[[str], None]
@@ -75,7 +75,7 @@ class ReplicaEngine(LocalEngine):
         super().__init__((), limits=measures.limits, step=measures.step, layout=parts.layout, prefix_cache=prefix_cache)
         self.pools: Sequence[KvPool] = parts.pools
         """Those of the leader's own ranks: other hosts' are their own processes'."""
-        self._admission = Admission(world, measures.limits)
+        self._ledger = Ledger(world, measures.limits)
         self._ranks = [SteppedRank(index, coordinator) for index in range(world)]
         self._coordinator = coordinator
         self._held = [0] * world

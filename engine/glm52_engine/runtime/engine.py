@@ -7,22 +7,18 @@ and nothing is freed before the rank that used it has said that it is done.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import functools
-import itertools
 import json
 import operator
 import secrets
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from glm52_engine.config import Accelerator, KvCacheDtype, RoleConfig
-from glm52_engine.kv import BlockError, prefix_keys
+from glm52_engine.kv import prefix_keys
 from glm52_engine.runtime.executor import Executor
-from glm52_engine.runtime.load import load_parts
+from glm52_engine.runtime.ledger import Ledger
 from glm52_engine.runtime.rank import AnyRank, Event, Rank, Running, StepLimits
 from glm52_engine.runtime.record import EngineStopped, Record
 from glm52_engine.runtime.requests import check_request
@@ -30,22 +26,15 @@ from glm52_engine.runtime.sharing import Sharing
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.stream import TokenStream
 from glm52_engine.runtime.types import (
-    QUEUE_BOUNDS,
     Blocks,
     Engine,
-    EngineBusy,
     KvPool,
     Prefilled,
     Request,
-    RequestError,
     Stats,
     Token,
 )
-from glm52_engine.schedule import Admission, Departures, Limits, blocks_for
-
-RETRY_SECONDS = 5
-MOST_RETRY_SECONDS = 60
-"""What a refused client is told while the queue's speed is unknown, and at most: pods come and go meanwhile."""
+from glm52_engine.schedule import Limits
 
 LONG_PROMPT = 16_384
 """Tokens from which a prompt is checked and its keys are made on a thread: for a million the event loop would stand
@@ -55,10 +44,11 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """See `Engine` for the contract; `load` makes one from a checkpoint.
+    """See `Engine` for the contract; `load.load_engine` makes one from a checkpoint.
 
     `prefix_cache`: whether `prefill` shares the KV of full blocks between prompts that begin alike. `launch_ahead`:
-    whether ranks start a decode step before they look at the tokens of the one before.
+    whether ranks start a decode step before they look at the tokens of the one before. `pool_seconds`: that the pools
+    took to get their memory.
     """
 
     def __init__(
@@ -70,22 +60,17 @@ class LocalEngine:
         layout: dict[str, str | int],
         prefix_cache: bool = True,
         launch_ahead: bool = False,
+        pool_seconds: float = 0.0,
     ) -> None:
         self.pools: Sequence[KvPool] = [executor.pool for executor in executors]
         self.layout = layout
         self._limits = limits
-        self._admission = Admission(len(executors), limits)
-        self._departures = Departures()
+        self._ledger = Ledger(len(executors), limits)
         self._prefix_cache = prefix_cache
         self._prefix_queries = self._prefix_hits = 0
         self._executors = tuple(executors)
-        self._positions = [0] * (len(QUEUE_BOUNDS) + 1)
-        self._positions_sum = 0
-        self._pool_seconds = 0.0
+        self._pool_seconds = pool_seconds
         self._sharing: Sharing | None = None
-        self._records: dict[str, Record] = {}
-        self._by_key: dict[str, Record] = {}
-        self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
         self._ranks: Sequence[AnyRank] = [
@@ -100,52 +85,6 @@ class LocalEngine:
             for index, executor in enumerate(executors)
         ]
 
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        role: RoleConfig,
-        *,
-        max_model_len: int,
-        kv_cache_dtype: KvCacheDtype = "auto",
-        block_size: int,
-        on_phase: Callable[[str], None],
-        vocab_bound: int | None = None,
-        eos_ids: frozenset[int] | None = None,
-        step_tokens: int | None = None,
-        accelerator: Accelerator = "cpu",
-    ) -> LocalEngine:
-        """Blocking: config, preflight, weights, pools, one real forward per rank. Raises ConfigError.
-
-        `vocab_bound` and `eos_ids` come from the checkpoint's tokenizer files when not given; `step_tokens`, the most
-        rows of one step, suits the accelerator when not given.
-        """
-        parts = load_parts(
-            path,
-            role,
-            accelerator=accelerator,
-            max_model_len=max_model_len,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=block_size,
-            on_phase=on_phase,
-            vocab_bound=vocab_bound,
-            eos_ids=eos_ids,
-            step_tokens=step_tokens,
-        )
-        engine = cls(
-            parts.executors,
-            limits=parts.limits,
-            step=parts.step,
-            layout=parts.layout,
-            prefix_cache=role.prefix_cache,
-            # On a CPU nothing runs beside the host: a step ahead would only hold up the tokens of the one before.
-            launch_ahead=role.launch_ahead and accelerator != "cpu",
-        )
-        on_phase("first forward" if accelerator == "cpu" else "capturing graphs and first forward")
-        engine._pool_seconds = parts.pool_seconds
-        engine.warm_up()
-        return engine
-
     def warm_up(self) -> None:
         """A real prefill and decode on every rank, before `start`."""
         for rank in self._ranks:
@@ -153,7 +92,7 @@ class LocalEngine:
 
     async def prefill(self, request: Request) -> Prefilled:
         keys = await _aside(request, lambda: self._checked(request))
-        stored = 0 if self._sharing is None else await self._sharing.find(self._usable(request, keys))
+        stored = 0 if self._sharing is None else await self._sharing.find(self._ledger.usable(request, keys))
         record = self._submit(request, prefill=True, stored_tokens=len(request.prompt), prefix=keys, stored=stored)
         result = await self._outcome(record)
         assert isinstance(result, Prefilled)
@@ -168,7 +107,7 @@ class LocalEngine:
         return result
 
     def decode(self, request: Request, blocks: Blocks, first: Token) -> AsyncIterator[Token]:
-        record = self._records.get(request.id)
+        record = self._ledger.by_id.get(request.id)
         if record is None or record.prefill or record.state != "held" or record.blocks != blocks:
             raise ValueError(f"{request.id}: decode needs the blocks that reserve gave to this request, once")
         assert record.grant is not None
@@ -184,53 +123,40 @@ class LocalEngine:
         return stream
 
     def release(self, request_id: str) -> None:
-        record = self._records.get(request_id)
+        record = self._ledger.by_id.get(request_id)
         if record is not None:
             self._close(record)
 
     def stats(self) -> Stats:
         counters = [rank.counters for rank in self._ranks]
-        seats = self._admission.seats_taken
+        admission = self._ledger.admission
+        seats = admission.seats_taken
         hot = [found for executor in self._executors if (found := executor.hot_counters()) is not None]
         return Stats(
             running=sum(seats),
-            waiting=self._admission.waiting,
-            blocks_total=self._admission.blocks_total,
-            blocks_free=self._admission.blocks_free,
+            waiting=admission.waiting,
+            blocks_total=admission.blocks_total,
+            blocks_free=admission.blocks_free,
             prompt_tokens_computed=sum(counter.prompt_tokens_computed for counter in counters),
             tokens_generated=sum(counter.tokens_generated for counter in counters),
             steps=sum(counter.steps for counter in counters),
             per_rank_running=seats,
-            blocks_cached=self._admission.blocks_cached,
+            blocks_cached=admission.blocks_cached,
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
             store=None if self._sharing is None else self._sharing.store.counters,
             hot=functools.reduce(operator.add, hot) if hot else None,
             seats_total=len(seats) * self._limits.seats,
-            queue_blocks=self._admission.blocks_waited_for,
-            queue_positions=tuple(self._positions),
-            queue_positions_sum=self._positions_sum,
+            queue_blocks=admission.blocks_waited_for,
+            queue_positions=tuple(self._ledger.positions),
+            queue_positions_sum=self._ledger.positions_sum,
             pool_bytes=sum(pool.num_blocks * pool.block_bytes for pool in self.pools),
             pool_seconds=self._pool_seconds,
         )
 
     def check_integrity(self) -> None:
         """For tests: raises BlockError unless records, seats, blocks and references balance."""
-        self._admission.check_integrity()
-        waiting = sum(record.state == "waiting" for record in self._by_key.values())
-        if waiting != self._admission.waiting:
-            raise BlockError(f"{waiting} requests wait, {self._admission.waiting} are queued")
-        for key, record in self._by_key.items():
-            have = record.grant.blocks if record.grant else ()
-            if have != self._admission.blocks_of(key):
-                raise BlockError(f"{key}: {record.state} with blocks {have}, booked {self._admission.blocks_of(key)}")
-        placed = sum(record.grant is not None for record in self._by_key.values())
-        saving = 0 if self._sharing is None else self._sharing.saving
-        if placed + saving != self._admission.placed:
-            raise BlockError(f"{placed} have blocks and {saving} are saved, {self._admission.placed} are placed")
-        strangers = [r.key for r in self._records.values() if self._by_key.get(r.key) is not r or r.closing]
-        if strangers:
-            raise BlockError(f"{strangers} have ended and are still known by their ids")
+        self._ledger.check_integrity(saving=0 if self._sharing is None else self._sharing.saving)
 
     def seconds_without_progress(self) -> float:
         return max(rank.seconds_without_progress() for rank in self._ranks)
@@ -242,7 +168,7 @@ class LocalEngine:
         return max(self._ranks, key=lambda rank: (rank.failure is not None, rank.seconds_without_progress())).index
 
     def withdraw(self, request_id: str) -> bool:
-        record = self._records.get(request_id)
+        record = self._ledger.by_id.get(request_id)
         if record is None or record.state != "waiting":
             return False
         self._close(record)
@@ -250,7 +176,7 @@ class LocalEngine:
 
     def use_store(self, store: BlockStore) -> None:
         """Before `start`: prefixes come from there too, and go there. The engine closes it when it stops."""
-        self._sharing = Sharing(store, self._admission, self.pools, self._admit)
+        self._sharing = Sharing(store, self._ledger.admission, self.pools, self._admit)
 
     def start(self) -> None:
         for rank in self._ranks:
@@ -277,10 +203,6 @@ class LocalEngine:
         salt = json.dumps([self.layout, request.cache_salt], sort_keys=True).encode()
         return prefix_keys(request.prompt, self._limits.block_size, salt)
 
-    def _usable(self, request: Request, prefix: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """The last token is always computed: its logits choose the first one of the output."""
-        return prefix[: (len(request.prompt) - 1) // self._limits.block_size]
-
     def _submit(
         self,
         request: Request,
@@ -292,32 +214,14 @@ class LocalEngine:
     ) -> Record:
         if self._stopped or self.failure() is not None:
             raise EngineStopped("the engine takes no requests any more") from self.failure()
-        if request.id in self._records:
-            raise RequestError(f"a request with the id {request.id} is already here")
-        if self._admission.waiting >= self._limits.max_waiting:
-            raise self._busy()
         self._loop = asyncio.get_running_loop()
-        key = f"{request.id}#{next(self._keys)}"
-        record = Record(key, request, prefill, self._loop.create_future(), time.monotonic(), prefix, stored=stored)
-        blocks = blocks_for(stored_tokens, self._limits.block_size)
-        self._records[request.id] = self._by_key[record.key] = record
-        known = self._usable(request, prefix)
-        work = blocks if prefill else 0
-        self._admission.submit(record.key, blocks, priority=request.priority, prefix=known, work=work)
+        record = self._ledger.enter(
+            request, self._loop.create_future(), time.monotonic(), prefill=prefill, stored_tokens=stored_tokens,
+            prefix=prefix, stored=stored,
+        )  # fmt: skip
         self._admit()
-        if (before := self._admission.before(record.key)) is not None:
-            self._positions[bisect.bisect_left(QUEUE_BOUNDS, before)] += 1
-            self._positions_sum += before
+        self._ledger.note_position(record)
         return record
-
-    def _busy(self) -> EngineBusy:
-        waiting = self._admission.waiting
-        return EngineBusy(
-            f"{waiting} requests wait already and no more than {self._limits.max_waiting} may: try again later",
-            retry_after=self._departures.seconds_for(
-                waiting, time.monotonic(), unknown=RETRY_SECONDS, most=MOST_RETRY_SECONDS
-            ),
-        )
 
     async def _outcome(self, record: Record) -> Prefilled | Blocks:
         try:
@@ -328,15 +232,10 @@ class LocalEngine:
             raise
 
     def _admit(self) -> None:
-        grants = self._admission.admit()
-        now = time.monotonic()
-        self._departures.note(now, len(grants), left=self._admission.waiting)
-        for grant in grants:
-            record = self._by_key[grant.key]
-            record.grant, record.seated = grant, now
+        for record in self._ledger.admit(time.monotonic()):
             if record.prefill:
                 self._prefix_queries += len(record.request.prompt) if self._prefix_cache else 0
-                if self._sharing is not None and record.stored > grant.cached:
+                if self._sharing is not None and record.stored > record.cached:
                     # The seat is kept meanwhile: what comes in is wanted for this request's first step.
                     record.state = "fetching"
                     self._sharing.fetch(record, functools.partial(self._fetched, record))
@@ -348,7 +247,7 @@ class LocalEngine:
 
     def _fetched(self, record: Record, count: int) -> None:
         """Nothing but the rank touches the blocks any more."""
-        if self._by_key.get(record.key) is not record:
+        if self._ledger.by_key.get(record.key) is not record:
             return
         if record.closing:
             self._forget(record)
@@ -357,18 +256,13 @@ class LocalEngine:
         record.fetched = count
         self._compute(record)
         # Behind the start: the rank brings what arrived to its device before it begins any other sequence.
-        self._publish(record, self._cached_tokens(record))
+        self._ledger.publish(record, self._ledger.cached_tokens(record))
 
     def _compute(self, record: Record) -> None:
         record.state = "computing"
-        cached = self._cached_tokens(record)
+        cached = self._ledger.cached_tokens(record)
         self._prefix_hits += cached
         self._start(record, computed=cached, last=None)
-
-    def _cached_tokens(self, record: Record) -> int:
-        """Leading tokens of the prompt whose KV was found, in the pool or in the store."""
-        assert record.grant is not None
-        return (record.grant.cached + record.fetched) * self._limits.block_size
 
     def _start(self, record: Record, *, computed: int, last: Token | None) -> None:
         grant, request = record.grant, record.request
@@ -404,7 +298,7 @@ class LocalEngine:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            record = self._by_key.get(event.key)
+            record = self._ledger.by_key.get(event.key)
             if record is None:
                 continue
             if event.token is not None and record.stream is not None:
@@ -412,7 +306,7 @@ class LocalEngine:
             if event.ended:
                 self._ended(record, event)
             elif event.token is None:
-                self._publish(record, event.computed)
+                self._ledger.publish(record, event.computed)
         if self.failure() is not None:
             self._abort_all()
         else:
@@ -423,19 +317,19 @@ class LocalEngine:
         token = event.token
         if token is not None and token.finish == "error":
             # Logits that are no numbers come from KV that is none: cached, it would fail every prompt that begins so.
-            self._admission.distrust(record.key)
+            self._ledger.admission.distrust(record.key)
             if self._sharing is not None and record.fetched:
                 self._sharing.store.discard(record.prefix)
         else:
             # Also of a prompt that was given up half-way: its client often asks again.
-            self._publish(record, event.computed)
+            self._ledger.publish(record, event.computed)
             if self._sharing is not None and record.prefill:
                 # Not before the end: until then a device may not have copied the blocks out.
                 self._sharing.save(record, record.prefix[: event.computed // self._limits.block_size])
         if record.prefill and token is not None and not record.closing:
             record.state = "held"
-            self._admission.leave_seat(record.key)
-            cached = self._cached_tokens(record)
+            self._ledger.admission.leave_seat(record.key)
+            cached = self._ledger.cached_tokens(record)
             record.resolve(
                 Prefilled(
                     token,
@@ -451,17 +345,12 @@ class LocalEngine:
             record.stream.abort()
         self._forget(record)
 
-    def _publish(self, record: Record, computed: int) -> None:
-        """Full blocks among the first `computed` tokens of the prompt are there for others."""
-        self._admission.publish(record.key, record.prefix[: computed // self._limits.block_size])
-
     def _close(self, record: Record) -> None:
         """End a request wherever it stands; more than once is harmless."""
-        if record.closing or self._by_key.get(record.key) is not record:
+        if record.closing or self._ledger.by_key.get(record.key) is not record:
             return
         record.closing = True
-        # The id is free for a retry at once; what the rank still uses stays booked under the key.
-        self._records.pop(record.request.id, None)
+        self._ledger.hide(record)
         record.fail(EngineStopped(f"request {record.request.id} was released"))
         if record.stream is not None:
             record.stream.abort()
@@ -475,18 +364,11 @@ class LocalEngine:
             self._admit()
 
     def _forget(self, record: Record) -> None:
-        """Give back everything; the last thing that happens to a record."""
-        if record.state == "waiting":
-            self._admission.withdraw(record.key)
-        else:
-            self._admission.finish(record.key)
-        del self._by_key[record.key]
-        if self._records.get(record.request.id) is record:
-            del self._records[record.request.id]
+        self._ledger.forget(record)
 
     def _abort_all(self) -> None:
         """After stop or a failure: no rank computes any more, so nothing needs to be waited for."""
-        for record in list(self._by_key.values()):
+        for record in list(self._ledger.by_key.values()):
             record.fail(EngineStopped("the engine stopped"))
             if record.stream is not None:
                 record.stream.abort()

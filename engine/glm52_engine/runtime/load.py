@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from glm52_engine.checkpoint import ModelSpec, Weights, load_weights, read_model_spec, weight_bytes
-from glm52_engine.config import Accelerator, ConfigError, KvCacheDtype, RoleConfig
+from glm52_engine.config import Accelerator, ConfigError, EngineConfig, KvCacheDtype, Role, RoleConfig
 from glm52_engine.kv.hisparse import MOST_ROWS
 from glm52_engine.kv.pinning import check_memlock, host_slab, touch
 from glm52_engine.kv.pools import LAYOUT_VERSION, ROPE_LAYOUT, KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.model.cache import HotCache
+from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import Executor, HostExecutor
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.runtime.progress import ProgressLines
@@ -59,28 +60,43 @@ class Measures:
     """Whether contexts never lie whole beside the compute, also where they would fit."""
 
 
-def measure(
-    path: Path,
-    role: RoleConfig,
-    *,
-    accelerator: Accelerator,
-    max_model_len: int,
-    kv_cache_dtype: KvCacheDtype,
-    block_size: int,
-    vocab_bound: int | None = None,
-    eos_ids: frozenset[int] | None = None,
-    step_tokens: int | None = None,
-) -> Measures:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How one role's engine is to be. Lengths in tokens.
+
+    `vocab_bound` and `eos_ids` come from the checkpoint's tokenizer files when None; `step_tokens`, the most rows of a
+    step, suits the accelerator when None.
+    """
+
+    role: RoleConfig
+    max_model_len: int
+    block_size: int
+    kv_cache_dtype: KvCacheDtype = "auto"
+    accelerator: Accelerator = "cpu"
+    vocab_bound: int | None = None
+    eos_ids: frozenset[int] | None = None
+    step_tokens: int | None = None
+
+    @staticmethod
+    def of(config: EngineConfig, role: Role) -> Options:
+        model = config.model
+        return Options(
+            config.role(role), model.max_model_len, config.block_size, model.kv_cache_dtype, config.accelerator
+        )
+
+
+def measure(path: Path, options: Options) -> Measures:
     """Raises ConfigError where checkpoint, tokenizer and configuration do not fit each other."""
+    role, block_size, accelerator = options.role, options.block_size, options.accelerator
     spec = read_model_spec(path)
-    kv = KvLayout.of(spec, block_size, _stored_as(kv_cache_dtype, accelerator))
+    kv = KvLayout.of(spec, block_size, _stored_as(options.kv_cache_dtype, accelerator))
     blocks = pool_blocks(role.host_pool_gib * GIB, block_bytes=kv.block_bytes)
-    _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=max_model_len)
-    bound = decodable_bound(path) if vocab_bound is None else vocab_bound
-    ends = eos_token_ids(path) if eos_ids is None else eos_ids
+    _check_lengths(path, spec, kv, role, blocks=blocks, max_model_len=options.max_model_len)
+    bound = decodable_bound(path) if options.vocab_bound is None else options.vocab_bound
+    ends = eos_token_ids(path) if options.eos_ids is None else options.eos_ids
     _check_vocabulary(path, spec, bound, ends)
-    limits = Limits(max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
-    budget = step_tokens or STEP_TOKENS[accelerator]
+    limits = Limits(options.max_model_len, block_size, role.max_num_seqs, blocks, spec.vocab_size, role.max_waiting)
+    budget = options.step_tokens or STEP_TOKENS[accelerator]
     step = StepLimits(budget=budget, least_prefill=max(1, budget // 4), vocab_bound=bound, eos_ids=ends)
     always = role.hi_sparse is not None and role.hi_sparse.mode == "always"
     return Measures(spec, kv, limits, step, _hot_rows(path, spec, role), always)
@@ -91,33 +107,30 @@ def _stored_as(kv_cache_dtype: KvCacheDtype, accelerator: Accelerator) -> KvCach
     return "bf16" if (kv_cache_dtype, accelerator) == ("auto", "nvidia") else kv_cache_dtype
 
 
-def load_parts(
-    path: Path,
-    role: RoleConfig,
-    *,
-    accelerator: Accelerator,
-    max_model_len: int,
-    kv_cache_dtype: KvCacheDtype,
-    block_size: int,
-    on_phase: Callable[[str], None],
-    vocab_bound: int | None,
-    eos_ids: frozenset[int] | None,
-    step_tokens: int | None,
-) -> Parts:
-    """See `LocalEngine.load`."""
-    torch.set_num_threads(intra_op_threads())
-    on_phase("reading the model's config")
-    measures = measure(
-        path,
-        role,
-        accelerator=accelerator,
-        max_model_len=max_model_len,
-        kv_cache_dtype=kv_cache_dtype,
-        block_size=block_size,
-        vocab_bound=vocab_bound,
-        eos_ids=eos_ids,
-        step_tokens=step_tokens,
+def load_engine(path: Path, options: Options, *, on_phase: Callable[[str], None]) -> LocalEngine:
+    """Blocking: config, preflight, weights, pools, one real forward per rank. Raises ConfigError."""
+    role, on_cpu = options.role, options.accelerator == "cpu"
+    parts = load_parts(path, options, on_phase=on_phase)
+    engine = LocalEngine(
+        parts.executors,
+        limits=parts.limits,
+        step=parts.step,
+        layout=parts.layout,
+        prefix_cache=role.prefix_cache,
+        # On a CPU nothing runs beside the host: a step ahead would only hold up the tokens of the one before.
+        launch_ahead=role.launch_ahead and not on_cpu,
+        pool_seconds=parts.pool_seconds,
     )
+    on_phase("first forward" if on_cpu else "capturing graphs and first forward")
+    engine.warm_up()
+    return engine
+
+
+def load_parts(path: Path, options: Options, *, on_phase: Callable[[str], None]) -> Parts:
+    torch.set_num_threads(intra_op_threads())
+    role, accelerator = options.role, options.accelerator
+    on_phase("reading the model's config")
+    measures = measure(path, options)
     spec, limits, step = measures.spec, measures.limits, measures.step
     on_phase("checking the memory limit")
     check_memory(role, weights=weight_bytes(spec), accelerator=accelerator, limit=memory_limit())

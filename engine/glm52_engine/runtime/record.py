@@ -49,6 +49,11 @@ class Record:
         return Blocks(self.grant.rank, self.grant.blocks)
 
     @property
+    def cached(self) -> int:
+        """Leading blocks that were there when it was seated."""
+        return 0 if self.grant is None else self.grant.cached
+
+    @property
     def stream(self) -> TokenStream | None:
         """None also when the consumer dropped it: holding it here would keep a dropped one alive, and its blocks."""
         return None if self.stream_ref is None else self.stream_ref()

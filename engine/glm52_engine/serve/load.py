@@ -40,7 +40,7 @@ def load_engine(
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
     on_phase("importing the engine")
-    from glm52_engine.runtime.engine import LocalEngine
+    from glm52_engine.runtime.load import Options, load_engine
     from glm52_engine.runtime.record import EngineStopped
 
     if rank_hosts:
@@ -64,15 +64,7 @@ def load_engine(
             on_waiting=on_waiting,
         )
         return engine, tokenizer, EngineStopped
-    local = LocalEngine.load(
-        Path(config.model.path),
-        config.role(role),
-        max_model_len=config.model.max_model_len,
-        kv_cache_dtype=config.model.kv_cache_dtype,
-        block_size=config.block_size,
-        on_phase=on_phase,
-        accelerator=config.accelerator,
-    )
+    local = load_engine(Path(config.model.path), Options.of(config, role), on_phase=on_phase)
     store = config.role(role).store
     if store is not None:
         local.use_store(_started(store, local))

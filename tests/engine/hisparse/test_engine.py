@@ -17,7 +17,7 @@ from glm52_engine.model import Model
 from glm52_engine.model.cache import HotCache
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import HostExecutor
-from glm52_engine.runtime.load import measure
+from glm52_engine.runtime.load import Options, measure
 from glm52_engine.runtime.rank import Rank
 from glm52_engine.runtime.types import Blocks, Request
 from tests.engine.model.support import prompt
@@ -219,16 +219,14 @@ def role(**fields: Any) -> RoleConfig:
 @pytest.mark.parametrize(("size", "rows"), [(None, 2 * TOP_K), (TOP_K, TOP_K), (100, 100)])
 def test_rows_of_a_hot_buffer(tiny_checkpoint: Path, size: int | None, rows: int) -> None:
     config = role(hi_sparse=HiSparseConfig(device_buffer_size=size))
-    found = measure(
-        tiny_checkpoint, config, accelerator="cpu", max_model_len=64, kv_cache_dtype="auto", block_size=BLOCK
-    )
+    found = measure(tiny_checkpoint, Options(config, max_model_len=64, block_size=BLOCK))
     assert found.hot_rows == rows
 
 
 def test_a_hot_buffer_smaller_than_a_selection_is_refused(tiny_checkpoint: Path) -> None:
     config = role(hi_sparse=HiSparseConfig(device_buffer_size=TOP_K - 1))
     with pytest.raises(ConfigError, match=r"device_buffer_size: found 31; .*config\.json reads 32 .* 32 to 32767"):
-        measure(tiny_checkpoint, config, accelerator="cpu", max_model_len=64, kv_cache_dtype="auto", block_size=BLOCK)
+        measure(tiny_checkpoint, Options(config, max_model_len=64, block_size=BLOCK))
 
 
 def test_prefill_has_no_hot_buffers() -> None:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from glm52_engine.config import HiSparseConfig, HiSparseMode, RoleConfig
-from glm52_engine.runtime.engine import LocalEngine
+from glm52_engine.runtime.load import Options, load_engine
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.sizing import GIB
 from glm52_engine.transfer.hold import TransferCounters
@@ -61,7 +61,7 @@ async def test_without_it_nothing_is_told(maker: Maker) -> None:
 @pytest.mark.parametrize(("mode", "whole"), [("auto", True), ("always", False)])
 def test_an_engine_as_it_is_configured(tiny_checkpoint: Path, mode: HiSparseMode, whole: bool) -> None:
     role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=2, hi_sparse=HiSparseConfig(mode=mode))
-    engine = LocalEngine.load(tiny_checkpoint, role, max_model_len=256, block_size=16, on_phase=lambda phase: None)
+    engine = load_engine(tiny_checkpoint, Options(role, max_model_len=256, block_size=16), on_phase=lambda phase: None)
     try:
         stats = engine.stats()
         assert stats.hot is not None

@@ -26,7 +26,7 @@ from glm52_engine.runtime.device.buckets import Bucket
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import HostExecutor
-from glm52_engine.runtime.load import kv_contract, measure
+from glm52_engine.runtime.load import Options, kv_contract, measure
 from glm52_engine.runtime.rank import Rank, StepLimits
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.types import Token
@@ -160,10 +160,10 @@ def test_graphs_that_do_not_fit_are_told_with_all_that_the_gpu_holds(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
     monkeypatch.setattr(Bucket, "capture", full)
     role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=SEATS)
-    measures = measure(
-        checkpoint, role, accelerator="nvidia", max_model_len=LONGEST, kv_cache_dtype="auto", block_size=BLOCK,
-        vocab_bound=300, eos_ids=frozenset(),
-    )  # fmt: skip
+    options = Options(
+        role, max_model_len=LONGEST, block_size=BLOCK, accelerator="nvidia", vocab_bound=300, eos_ids=frozenset()
+    )
+    measures = measure(checkpoint, options)
     executor = gpus.executor(
         0, measures, load_weights(checkpoint, measures.spec), Pool(measures.kv, BLOCKS), role, lambda: None
     )

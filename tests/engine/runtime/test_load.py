@@ -79,7 +79,7 @@ def test_too_little_memory_is_refused_with_the_sum() -> None:
 def start(path: Path, phases: list[str] | None = None, *, pool: int = 1, max_model_len: int = 1024) -> LocalEngine:
     role = RoleConfig(ranks_per_host=1, host_pool_gib=pool, max_num_seqs=4)
     seen = [] if phases is None else phases
-    return LocalEngine.load(path, role, max_model_len=max_model_len, block_size=64, on_phase=seen.append)
+    return load.load_engine(path, load.Options(role, max_model_len, block_size=64), on_phase=seen.append)
 
 
 def test_memory_is_checked_before_anything_is_allocated(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,9 @@ from glm52_engine.transfer.devices import Choice
 
 log = logging.getLogger(__name__)
 
+FETCH_SECONDS = 20.0
+"""Most for a pull into another host's pool: the leader, who learns of a lost lease or a dead peer, cannot cut it."""
+
 
 def agent_of(peer: Peer) -> Agent:
     regions = tuple((region.address, region.num_blocks, region.block_bytes) for region in peer.regions)
@@ -94,7 +97,7 @@ class HostAgent:
                 peer_of(asked.peer), asked.remote_rank, asked.remote_ids, asked.local_rank, asked.local_ids,
                 bytes_of(asked.notice),
             )  # fmt: skip
-            return Fetched(asked.number, await self._agent.pull(pull))
+            return Fetched(asked.number, await self._agent.pull(pull, seconds=FETCH_SECONDS))
         except TransferError as error:
             return Fetched(asked.number, 0, str(error) or "unknown reason")
 

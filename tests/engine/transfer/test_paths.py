@@ -101,9 +101,12 @@ async def test_a_lease_that_is_lost_during_a_pull_ends_it(made: Deployment, monk
 
 async def test_bytes_that_came_after_the_lease_are_not_used(made: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their blocks may have been another request's by then."""
-    prefill = made.prefill[0].process.pod.loaded
+    prefill, decode = made.prefill[0].process.pod.loaded, made.decode[0].process.pod.loaded
     assert prefill is not None
+    assert decode is not None
     monkeypatch.setattr(prefill.holder.table, "heard_seconds", 0.0)
+    # No heartbeat tells it before.
+    monkeypatch.setattr(decode.puller, "beats", Heartbeats(decode.puller._beat, beat=3600))
     hand = Handoff(made)
     call = await hand.prefill()
     status, answer = await hand.decode(call)

@@ -120,7 +120,8 @@ def test_ends_that_nobody_asked_for_and_one_that_is_no_crash(
         "OOMKilled": Exit(137, reason="OOMKilled"),
         "EndedUnasked": Exit(0),
         "Killed": Exit(134, "core dumped"),
-        "": end(Outcome.CONFIG_REFUSED, "no config.json", "chat-decode-3"),
+        "Wedged": end(Outcome.WEDGED, "no step for 60 s", "chat-decode-3"),
+        "": end(Outcome.CONFIG_REFUSED, "no config.json", "chat-decode-4"),
     }
     space.apply(deployment("chat", decode={"replicas": len(ends)}))
     space.until_ready("chat")

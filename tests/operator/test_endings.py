@@ -162,3 +162,15 @@ def test_half_written_objects_do_no_harm(odd: Any) -> None:
     made = pod("chat-decode-0")
     made["status"] = odd
     assert all(ending.time <= NOW for ending in endings(made))
+
+
+def test_a_container_that_never_ran_has_no_end() -> None:
+    """What a kubelet writes of a pod that is deleted while its image cannot be pulled."""
+    lost = {"exitCode": 137, "reason": "ContainerStatusUnknown", "message": "could not be located", "finishedAt": None}
+    made = with_container("chat-decode-0", {"terminated": lost}, leaves=(-1, 30))
+    (engine,) = made["status"]["containerStatuses"]
+    made["status"]["initContainerStatuses"] = [{**engine, "name": "make-checkpoint", "restartCount": 0}]
+    engine["restartCount"] = 0
+    assert endings(made) == []
+    engine["restartCount"] = 1
+    assert [end.is_crash for end in endings(made)] == [True]

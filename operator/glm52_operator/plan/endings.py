@@ -110,8 +110,17 @@ def _terminated(pod: Pod) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             for state in ("lastState", "state"):
                 ended = (container.get(state) or {}).get("terminated")
                 # An init container is meant to end.
-                if ended and not (kind == "initContainerStatuses" and ended.get("exitCode") == 0):
+                if not ended or (kind == "initContainerStatuses" and ended.get("exitCode") == 0):
+                    continue
+                if state == "lastState" or not _never_began(container, ended):
                     yield container, ended
+
+
+def _never_began(container: dict[str, Any], ended: dict[str, Any]) -> bool:
+    """When a pod goes, its kubelet writes 137 also of containers that never ran, as where their image is nowhere. Of one
+    that ran and was lost it counts the restart, and keeps the end as the last one."""
+    begun = container.get("restartCount") or container.get("lastState") or ended.get("containerID")
+    return ended.get("reason") == "ContainerStatusUnknown" and not begun
 
 
 def _ending(pod: Pod, container: dict[str, Any], ended: dict[str, Any]) -> Ending:

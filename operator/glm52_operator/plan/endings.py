@@ -117,8 +117,10 @@ def _terminated(pod: Pod) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _never_began(container: dict[str, Any], ended: dict[str, Any]) -> bool:
-    """When a pod goes, its kubelet writes 137 also of containers that never ran, as where their image is nowhere. Of one
-    that ran and was lost it counts the restart, and keeps the end as the last one."""
+    """When a pod goes, its kubelet writes 137 also of containers that never ran, as where their image is nowhere.
+
+    Of one that ran and was lost it counts the restart, and keeps the end as the last one.
+    """
     begun = container.get("restartCount") or container.get("lastState") or ended.get("containerID")
     return ended.get("reason") == "ContainerStatusUnknown" and not begun
 

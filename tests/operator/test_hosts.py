@@ -44,6 +44,8 @@ def test_a_host_that_is_told_to_go_takes_the_others_along_and_they_drain() -> No
     going = running(HOST, -500, -500, ready=True, leaves=-5)
     others = [running(name, -500, -500, ready=True) for name in (LEADER, THIRD)]
     assert restarted(others[0], going, others[1]) == [(LEADER, None), (THIRD, None)]
+    # The API server's times are whole seconds.
+    assert restarted(running(LEADER, -5, -5), going) == [(LEADER, None)]
     # What was made since is its successor's neighbour already.
     assert restarted(running(LEADER, -3, -3), going) == []
     # And alone a pod is no replica of several.

@@ -112,7 +112,7 @@ def _with_the_leaving(members: Members, here: Sequence[Pod], last: datetime.date
     # A process that is older than its replica's crash did not notice it: nothing is drained there either.
     fell = last is not None and any(began < last for pod in members.pods for began in _running_since(pod))
     grace = members.grace if fell else None
-    return [_restart(pod, why, grace) for pod in here if (born := _born(pod)) and born < went]
+    return [_restart(pod, why, grace) for pod in here if (born := _born(pod)) and born <= went]
 
 
 def _running_since(pod: Pod) -> Iterator[datetime.datetime]:

@@ -19,7 +19,15 @@ from glm52_engine.lifecycle.termination import host_name
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.messages import Agent, Fetch, Fetched
 from glm52_engine.ranks.spans import RankSpan
-from glm52_engine.transfer.agent import EVERY_DEVICE, LINGER_SECONDS, Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.agent import (
+    EVERY_DEVICE,
+    LINGER_SECONDS,
+    Peer,
+    Pull,
+    PullCut,
+    TransferAgent,
+    TransferError,
+)
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice
 
@@ -99,6 +107,9 @@ class HostAgent:
             )  # fmt: skip
             return Fetched(asked.number, await self._agent.pull(pull, seconds=FETCH_SECONDS))
         except TransferError as error:
+            if isinstance(error, PullCut):
+                # The leader gives the blocks to others once it has this answer.
+                await asyncio.wrap_future(error.over)
             return Fetched(asked.number, 0, str(error) or "unknown reason")
 
     def close(self) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from glm52_engine.lifecycle.life import Life, Refused
@@ -21,7 +23,7 @@ from glm52_engine.serve.queued import unless_drained
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import Piece, TextStream, engine_request, prompt_text
 from glm52_engine.serve.watch import Watch
-from glm52_engine.transfer.agent import TransferError
+from glm52_engine.transfer.agent import PullCut, TransferError
 from glm52_engine.transfer.peers import KvMismatch, KvReference
 
 log = logging.getLogger(__name__)
@@ -205,8 +207,14 @@ async def _pieces(run: _Run, choice: _Choice, kv: KvReference | None) -> AsyncGe
             await run.began.wait()
         yield choice.piece
         return
+    let_go = partial(run.parts.engine.release, choice.request.id)
+    late: Future[None] | None = None
     try:
-        blocks = await _pull(run, choice.request, kv)
+        try:
+            blocks = await _pull(run, choice.request, kv)
+        except PullCut as error:
+            late = error.over
+            raise
         yield choice.piece
         seen = run.watch.tokens()
         tokens = run.parts.engine.decode(choice.request, blocks, choice.first)
@@ -223,7 +231,11 @@ async def _pieces(run: _Run, choice: _Choice, kv: KvReference | None) -> AsyncGe
                 await close()
     finally:
         # Harmless where decode's own end has freed everything; needed when it never began.
-        run.parts.engine.release(choice.request.id)
+        if late is None:
+            let_go()
+        else:
+            # The client has its answer, but the blocks may still be written to.
+            asyncio.wrap_future(late).add_done_callback(lambda over: let_go())
 
 
 async def _pull(run: _Run, request: Request, kv: KvReference) -> Blocks:

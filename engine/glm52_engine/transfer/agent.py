@@ -41,6 +41,18 @@ class TransferError(Exception):
     """A pull that did not bring every byte; the local blocks hold nothing of use."""
 
 
+class PullCut(TransferError):
+    """Nobody waits for the bytes any more, but they may still come: the local blocks are free once `over` is done.
+
+    Neither NIXL nor UCX takes a READ back, and forgetting the peer does not either: over TCP every byte was seen to
+    come later, when a frozen peer went on. It ends with its last byte or with its connection.
+    """
+
+    def __init__(self, message: str, over: Future[None]) -> None:
+        super().__init__(message)
+        self.over = over
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """An agent and the pools that it has registered: those of the ranks from `first_rank` on. `others`: agents of
@@ -81,6 +93,8 @@ class _Job:
     deadline: float
     bytes: int = 0
     handle: Any = None
+    over: Future[None] = field(default_factory=Future)
+    """Nothing writes to the local blocks any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +129,7 @@ class KvAgent(Protocol):
     async def pull(self, pull: Pull) -> int: ...
 
     def cut(self, peer: str, reason: str) -> None:
-        """From any thread: pulls from that agent fail now, with this reason, and none of its bytes comes any more.
-
-        What is kept of it is let go; a later pull finds it anew."""
+        """From any thread: pulls from that agent fail now, with this reason: PullCut."""
         ...
 
     async def checksums(self, rank: int, blocks: Sequence[int]) -> list[int] | None:
@@ -150,6 +162,7 @@ class TransferAgent:
         self._gate = threading.Lock()
         self._over = False
         self._jobs: list[_Job] = []
+        self._strays: list[_Job] = []
         self._known: set[str] = set()
         self._nixl: Any = None
         self._registered: Any = None
@@ -169,22 +182,23 @@ class TransferAgent:
         call.done.result()
 
     async def pull(self, pull: Pull, *, seconds: float = PULL_SECONDS) -> int:
-        """Reads the blocks, returns the bytes. When it returns or raises, nothing writes to the local blocks any more.
+        """Reads the blocks, returns the bytes. When it returns or raises, nothing writes to the local blocks any more,
+        except after PullCut.
 
         A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
         """
         job = _Job(pull, Future(), time.monotonic() + seconds)
         self._hand_over(job)
-        future = asyncio.wrap_future(job.done)
+        future, over = asyncio.wrap_future(job.done), asyncio.wrap_future(job.over)
         cancelled: asyncio.CancelledError | None = None
-        while not future.done():
+        while not (future.done() if cancelled is None else over.done()):
             try:
-                await asyncio.wait([future])
+                await asyncio.wait([future if cancelled is None else over])
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
-            with contextlib.suppress(TransferError):
-                future.result()
+            if future.done():
+                future.exception()  # nobody asks for it any more
             raise cancelled
         return future.result()
 
@@ -230,7 +244,7 @@ class TransferAgent:
 
     def _turn(self) -> bool:
         """One round: take what came in, look at running pulls and at notices. False at the end."""
-        wait = BUSY_POLL_SECONDS if self._jobs else NOTICE_POLL_SECONDS if self._expects() else 0.25
+        wait = BUSY_POLL_SECONDS if self._jobs else NOTICE_POLL_SECONDS if self._strays or self._expects() else 0.25
         with contextlib.suppress(queue.Empty):
             item = self._inbox.get(timeout=wait)
             if item is None:
@@ -238,10 +252,13 @@ class TransferAgent:
             if isinstance(item, _Call):
                 _settle(item.done, item.run)
             elif isinstance(item, _Cut):
-                self._end(item.name, item.reason)
+                for job in [job for job in self._jobs if job.pull.peer.name == item.name]:
+                    self._cut_off(job, item.reason)
+                self._forget(item.name)
             else:
                 self._begin(item)
         self._jobs = [job for job in self._jobs if self._runs_on(job)]
+        self._strays = [job for job in self._strays if not self._ended(job)]
         if self._nixl is not None and self._expects():
             self._collect_notices()
         return True
@@ -261,10 +278,9 @@ class TransferAgent:
     def _begin(self, job: _Job) -> None:
         try:
             self._post(job)
-        except ValueError as error:
-            job.done.set_exception(TransferError(str(error)))
         except Exception as error:
-            self._fail(job, f"cannot read from {job.pull.peer.name}: {_reason(error)}")
+            named = "" if isinstance(error, ValueError) else f"cannot read from {job.pull.peer.name}: "
+            self._fail(job, named + _reason(error))
         else:
             self._jobs.append(job)
 
@@ -290,52 +306,65 @@ class TransferAgent:
             raise TransferError("the transfer could not be posted")
 
     def _runs_on(self, job: _Job) -> bool:
-        """Looks at one pull; settles it and returns False when it is over."""
+        """Looks at one pull; settles it and returns False when nobody waits for it any more."""
         if job.done.done():
             return False
-        try:
-            state = self._nixl.check_xfer_state(job.handle)
-        except Exception as error:
-            state = f"ERR ({_reason(error)})"
+        name, state = job.pull.peer.name, self._state(job)
         if state == "DONE":
             self._release(job)
             job.done.set_result(job.bytes)
+        elif state != "PROC":
+            self._fail(job, f"reading from {name} failed: {state}")
+        elif time.monotonic() >= job.deadline:
+            self._cut_off(job, f"reading from {name} took too long")
+        return not job.done.done()
+
+    def _ended(self, job: _Job) -> bool:
+        """Whether a READ that nobody waits for has come to its end."""
+        state = self._state(job)
+        if state == "PROC":
             return False
-        if state != "PROC":
-            self._fail(job, f"reading from {job.pull.peer.name} failed: {state}")
-            return False
-        if time.monotonic() >= job.deadline:
-            self._fail(job, f"reading from {job.pull.peer.name} took too long")
-            return False
+        self._release(job)
+        log.info("a pull that was cut is over", extra={"peer": job.pull.peer.name, "state": state})
+        if state != "DONE":
+            self._forget(job.pull.peer.name)
         return True
 
-    def _fail(self, job: _Job, message: str) -> None:
-        """Other pulls from that peer end with it."""
-        self._release(job)
-        self._end(job.pull.peer.name, message)
-        if not job.done.done():
-            job.done.set_exception(TransferError(message))
+    def _state(self, job: _Job) -> str:
+        try:
+            return str(self._nixl.check_xfer_state(job.handle))
+        except Exception as error:
+            return f"ERR ({_reason(error)})"
 
-    def _end(self, name: str, message: str) -> None:
-        """Cutting the connection is what stops late writes into our blocks."""
-        ended = [job for job in self._jobs if job.pull.peer.name == name and not job.done.done()]
-        for job in ended:
-            self._release(job)
-        if name in self._known:
+    def _fail(self, job: _Job, message: str) -> None:
+        """It is over, and its connection with it: other pulls that use it will find the same."""
+        self._release(job)
+        self._forget(job.pull.peer.name)
+        job.done.set_exception(TransferError(message))
+
+    def _cut_off(self, job: _Job, message: str) -> None:
+        """Told at once, and looked after until no byte can come any more."""
+        self._strays.append(job)
+        job.done.set_exception(PullCut(message, job.over))
+
+    def _forget(self, name: str) -> None:
+        """A later pull connects anew. Not while a READ from there is under way: it has to come to its end."""
+        running = [job for job in (*self._jobs, *self._strays) if job.pull.peer.name == name and not job.over.done()]
+        if name in self._known and not running:
             self._known.discard(name)
             with contextlib.suppress(Exception):
                 self._nixl.remove_remote_agent(name)
-        for job in ended:
-            job.done.set_exception(TransferError(message))
 
     def _release(self, job: _Job) -> None:
-        if job.handle is None:
-            return
-        try:
-            job.handle.release()
-        except Exception as error:
-            log.warning("a transfer handle is not released", extra={"reason": _reason(error)})
-        job.handle = None
+        """The last that happens to a READ."""
+        if job.handle is not None:
+            try:
+                job.handle.release()
+            except Exception as error:
+                log.warning("a transfer handle is not released", extra={"reason": _reason(error)})
+            job.handle = None
+        if not job.over.done():
+            job.over.set_result(None)
 
     def _collect_notices(self) -> None:
         for notices in self._nixl.get_new_notifs().values():
@@ -345,6 +374,8 @@ class TransferAgent:
     def _shut(self) -> None:
         for job in self._jobs:
             self._fail(job, "the pod is going away")
+        for job in self._strays:
+            self._release(job)
         with self._gate:
             self._over = True
         while True:
@@ -354,6 +385,8 @@ class TransferAgent:
                 break
             if item is not None and not isinstance(item, _Cut) and not item.done.done():
                 item.done.set_exception(TransferError("the pod is going away"))
+            if isinstance(item, _Job):
+                self._release(item)
         if self._nixl is not None:
             with contextlib.suppress(Exception):
                 self._nixl.deregister_memory(self._registered)

@@ -112,6 +112,7 @@ class Holder:
             await asyncio.sleep(0.5)
             for lease in self.table.expire(self.clock()):
                 self.counters.expired += 1
+                self._lingers = self.clock() + LINGER_SECONDS
                 log.warning("lease expired, no peer came for the KV", extra={"request": lease.request_id})
                 self._free(lease.request_id)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from glm52_engine.transfer.agent import Peer, Pull, TransferAgent, TransferError
+from glm52_engine.transfer.agent import Peer, Pull, PullCut, TransferAgent, TransferError
 from glm52_engine.transfer.peers import AgentCard
 from tests.engine.serve.fakes import FakePool
 
@@ -43,6 +44,11 @@ class Remote:
             if line.startswith(start):
                 return line[len(start) :]
         raise AssertionError(f"the peer ended without {start}")
+
+    def freeze(self) -> None:
+        """Returns when it has stopped: the signal alone is only a wish."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
 
     def end(self) -> None:
         self.process.kill()
@@ -127,23 +133,36 @@ async def test_a_frozen_peer_ends_at_the_deadline_a_dead_one_at_once_and_its_suc
         successor.end()
 
 
-async def test_a_pull_that_is_cut_ends_at_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pull_that_is_cut_is_told_at_once_and_its_blocks_are_free_when_no_byte_can_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Over TCP a peer has to help: from a frozen one nothing comes, and its connection stays.
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     pool = FakePool(BLOCKS)
     agent = TransferAgent("decode/by-tcp", [pool], on_notice=lambda notice: None, expects=lambda: False)
     await asyncio.to_thread(agent.start)
     frozen = Remote("prefill/by-tcp")
+    everything = list(range(BLOCKS))
     try:
         assert await agent.pull(pull(frozen.peer, [0], [0])) == pool.block_bytes
-        os.kill(frozen.process.pid, signal.SIGSTOP)
-        reading = asyncio.create_task(agent.pull(pull(frozen.peer, list(range(BLOCKS)), list(range(BLOCKS)))))
+        await asyncio.to_thread(frozen.freeze)
+        reading = asyncio.create_task(agent.pull(pull(frozen.peer, everything, everything)))
         await asyncio.sleep(0.1)
         assert not reading.done()
         agent.cut("another/1", "not this one")
         agent.cut(frozen.peer.name, "the lease is lost")
-        with pytest.raises(TransferError, match="the lease is lost"):
+        with pytest.raises(PullCut, match="the lease is lost") as cut:
             await asyncio.wait_for(reading, 10)
+        await asyncio.sleep(0.1)
+        assert not cut.value.over.done(), "it may go on, and then the bytes come"
+        os.kill(frozen.process.pid, signal.SIGCONT)
+        await asyncio.wait_for(asyncio.wrap_future(cut.value.over), 30)
+        # The blocks are another request's now.
+        ctypes.memset(pool.tensor.data_ptr(), 0xEE, BLOCKS * pool.block_bytes)
+        for _ in range(10):
+            assert await agent.pull(pull(frozen.peer, [5], [0])) == pool.block_bytes
+        assert bytes(pool.tensor.bytes[: pool.block_bytes]) == block(5, pool.block_bytes)
+        assert set(pool.tensor.bytes[pool.block_bytes :]) == {0xEE}
     finally:
         frozen.end()
         agent.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ import pytest_asyncio
 
 from glm52_engine.serve.pod import Loaded
 from glm52_engine.transfer import rates
-from glm52_engine.transfer.agent import Pull, TransferAgent, TransferError
+from glm52_engine.transfer.agent import Pull, PullCut, TransferAgent, TransferError
 from glm52_engine.transfer.heartbeats import Heartbeats
 from glm52_engine.transfer.peers import KvReference
-from tests.engine.serve.deployment import Deployment, Handoff, RunningPod, body, builder, families
+from tests.engine.serve.deployment import Deployment, Handoff, RunningPod, body, builder, families, until
 from tests.engine.serve.fakes import FakeEngine
 from tests.metrics_table import documented, served
 
@@ -72,14 +73,16 @@ async def test_a_prefill_pod_that_falls_silent_ends_the_wait_for_a_seat(
 
 
 async def test_a_lease_that_is_lost_during_a_pull_ends_it(made: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told at once; the blocks are kept from others until no byte can come any more."""
     hurried(made.decode[0], monkeypatch)
     begun, ended = asyncio.Event(), asyncio.Event()
+    over: Future[None] = Future()
     cuts: list[tuple[str, str]] = []
 
     async def hangs(self: TransferAgent, pull: Pull) -> int:
         begun.set()
         await ended.wait()
-        raise TransferError(cuts[0][1])
+        raise PullCut(cuts[0][1], over)
 
     def cut(self: TransferAgent, peer: str, reason: str) -> None:
         cuts.append((peer, reason))
@@ -96,6 +99,10 @@ async def test_a_lease_that_is_lost_during_a_pull_ends_it(made: Deployment, monk
     assert (status, answer["error"]["code"]) == (502, "kv_transfer_failed")
     assert "no longer holds the KV" in answer["error"]["message"]
     assert [peer for peer, _ in cuts] == [call["kv"]["agent"]]
+    decode = made.decode[0]
+    await until("nothing is in flight", lambda: not decode.process.life.in_flight)
+    assert decode.free < decode.engine.stats().blocks_total
+    over.set_result(None)
     await made.idle()
 
 

@@ -70,6 +70,7 @@ def main() -> int:
             own = settings()
             # The server measures this one.
             own.watching.server_timeout = max(1, round((own.watching.server_timeout or 0) / factor))
+            own.watching.inactivity_timeout *= factor
             return own
 
         timing = Timing(**{name: seconds * factor for name, seconds in usual.items()})

@@ -78,18 +78,26 @@ class Installed:
         return Audit(self.cluster.plane.audit_log, self.user)
 
     def start(
-        self, *, server: str | None = None, ready: bool = True, more: tuple[str, ...] = (), hurry: int = 1
+        self,
+        *,
+        server: str | None = None,
+        ready: bool = True,
+        more: tuple[str, ...] = (),
+        hurry: int = 1,
+        alone: bool = False,
     ) -> Process:
         """Another process with the arguments that the chart gives.
 
-        `server`: through a proxy; `hurry`: its timers are so many times as fast.
+        `server`: through a proxy; `hurry`: its timers are so many times as fast; `alone`: it has no lease that it would
+        end for want of when an API server is away for longer than ten seconds.
         """
         self._count += 1
         stem = self.folder / f"operator-{self._count}"
         kubeconfig = self.cluster.plane.kubeconfig(
             stem.with_suffix(".kubeconfig"), self.token, server=server, namespace=self.release
         )
-        arguments = [*self._arguments(), *more]
+        given = [word for word in self._arguments() if not (alone and word.startswith("--lease"))]
+        arguments = [*given, *more]
         process = Process(stem.with_suffix(".log"), kubeconfig, arguments, identity=stem.name, hurry=hurry)
         self._processes.append(process)
         if ready:

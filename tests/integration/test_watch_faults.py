@@ -74,9 +74,12 @@ def test_one_that_cannot_be_reached_for_longer_than_the_lease(space: Space, prox
 
 
 def test_what_was_deleted_while_a_watch_lost_its_place_is_made_again(
-    space: Space, proxied: Process, proxy: Proxy, plane: ControlPlane
+    space: Space, installed: Installed, proxy: Proxy, plane: ControlPlane
 ) -> None:
     """410 Gone: the watch begins anew with a list, which does not show what is gone."""
+    operator = installed.start(server=proxy.url, alone=True)
+    space.apply(deployment("chat"))
+    space.until_ready("chat")
     # The operator takes a list within ten seconds of its start for the first one.
     space.cluster.idle(10)
     proxy.refuse()
@@ -86,7 +89,7 @@ def test_what_was_deleted_while_a_watch_lost_its_place_is_made_again(
     plane.restart_apiserver()
     proxy.accept()
     space.until("the Service is back", lambda: space.seen("Service", "chat-decode"), RECOVERED_SECONDS)
-    assert any("watch_restarts" in name and value for name, value in proxied.metrics().items())
+    assert any("watch_restarts" in name and value for name, value in operator.metrics().items())
 
 
 def test_what_was_deleted_between_the_first_list_and_the_watches_is_made_again(space: Space, operator: Process) -> None:
@@ -103,8 +106,10 @@ def test_what_was_deleted_between_the_first_list_and_the_watches_is_made_again(s
     space.until("the Service is back", lambda: space.seen("Service", "chat-decode"), RECOVERED_SECONDS)
 
 
-def test_an_api_server_that_is_started_anew(space: Space, operator: Process, plane: ControlPlane) -> None:
+def test_an_api_server_that_is_started_anew(space: Space, installed: Installed, plane: ControlPlane) -> None:
+    operator = installed.start(alone=True)
     space.apply(deployment("chat"))
     space.until_ready("chat")
     plane.restart_apiserver()
     follows(space, 2)
+    assert operator.running()

@@ -137,7 +137,7 @@ async def test_more_rows_than_the_largest_bucket_still_run(
     checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three decodes as steps of two rows and one; when one has ended, the others fit one step and go ahead."""
-    requests = [greedy(f"r{n}", tuple(prompt(5 + n, seed=n)), 2 + 2 * min(n, 1)) for n in range(3)]
+    requests = [greedy(f"r{n}", tuple(prompt(5 + n, seed=n)), 2 + min(n, 1)) for n in range(3)]
 
     async def said(target: LocalEngine, source: LocalEngine) -> list[list[int]]:
         return ids(await asyncio.gather(*(generate(source, target, request) for request in requests)))

@@ -18,6 +18,7 @@ from typing import Any
 from glm52_engine.config import DrainConfig, EngineConfig, HiSparseConfig, ModelConfig, RoleConfig, Termination
 from glm52_engine.lifecycle.start import bind
 from glm52_engine.local import die_with_parent
+from tests.engine.ranks.forks import Fork
 
 ROOT = Path(__file__).parents[3]
 LOOPBACK = "127.0.0.1"
@@ -30,28 +31,29 @@ SEATS = 4
 
 
 class Process:
-    def __init__(self, folder: Path, name: str, args: Sequence[str], fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self, folder: Path, name: str, args: Sequence[str], listen: int | None = None, *, forked: bool = False
+    ) -> None:
+        """`python ARGS`; `listen`: the descriptor that they name after --listen-fd. `forked`: see `forks.Fork`."""
         self.name = name
         self.log, self._last_words = folder / f"{name}.log", folder / f"{name}.termination"
         self._news = threading.Condition()
         self.lines: list[dict[str, Any]] = []
+        env = {
+            **{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"},
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "engine"))),
+            "POD_NAME": name,
+            "TERMINATION_LOG": str(self._last_words),
+        }
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(
-                [sys.executable, *args],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                pass_fds=list(fds),
-                env={
-                    **{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"},
-                    "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "engine"))),
-                    "POD_NAME": name,
-                    "TERMINATION_LOG": str(self._last_words),
-                },
-                preexec_fn=die_with_parent(),
-            )
+            self.popen: Fork | subprocess.Popen[str]
+            if forked:
+                self.popen = Fork(args, stderr=log.fileno(), env=env, cwd=ROOT, listen=listen)
+            else:
+                self.popen = subprocess.Popen(
+                    [sys.executable, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                    cwd=ROOT, pass_fds=[] if listen is None else [listen], env=env, preexec_fn=die_with_parent(),
+                )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -100,9 +102,16 @@ class Replica:
     """`hosts` rank hosts beside a leader, `ranks` each; a rank costs a GiB of memory."""
 
     def __init__(
-        self, folder: Path, checkpoint: Path, *, hosts: int = 1, ranks: int = 1, launch_ahead: bool = False
+        self,
+        folder: Path,
+        checkpoint: Path,
+        *,
+        hosts: int = 1,
+        ranks: int = 1,
+        launch_ahead: bool = False,
+        forked: bool = False,
     ) -> None:
-        self.folder, self.hosts = folder, hosts
+        self.folder, self.hosts, self.forked = folder, hosts, forked
         self.launch_ahead = launch_ahead
         self.token = folder / "token"
         self.token.write_text(secrets.token_hex(16))
@@ -116,13 +125,15 @@ class Replica:
         args = ["-m", "glm52_engine.cli", "rank-host", "--role", "decode", "--hosts", str(self.hosts + 1)]
         args += ["--host-index", str(index), "--config", str(config or self.config), "--token-file", str(self.token)]
         fd = self.listeners[index - 1].fileno()
-        return self._add(Process(self.folder, f"host-{index}", [*args, "--listen-fd", str(fd)], [fd]))
+        return self._add(Process(self.folder, f"host-{index}", [*args, "--listen-fd", str(fd)], fd, forked=self.forked))
 
     def start_leader(self, *, config: Path | None = None) -> Process:
         args = ["-m", "tests.engine.ranks.leader", "--config", str(config or self.config)]
         args += ["--token-file", str(self.token)]
         args += [arg for port in self.ports for arg in ("--rank-host", f"{LOOPBACK}:{port}")]
-        return self._add(Process(self.folder, "leader", args + ["--launch-ahead"] * self.launch_ahead))
+        return self._add(
+            Process(self.folder, "leader", args + ["--launch-ahead"] * self.launch_ahead, forked=self.forked)
+        )
 
     def start(self) -> tuple[Process, list[Process]]:
         hosts = [self.start_host(index + 1) for index in range(self.hosts)]

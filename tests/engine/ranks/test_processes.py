@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -27,6 +28,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 RANKS_EACH = 2
 RANKS = 2 * RANKS_EACH
 BLOCKS_EACH = 4
+
+forked_replica = functools.partial(replica, forked=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ def test_four_ranks_on_two_hosts_give_the_tokens_of_one(
     tmp_path: Path, tiny_checkpoint: Path, one_rank: Ours, launch_ahead: bool
 ) -> None:
     """Requests that come one after the other, on all ranks, some of them aborted on their way."""
-    with replica(tmp_path, tiny_checkpoint, ranks=RANKS_EACH, launch_ahead=launch_ahead) as made:
+    with forked_replica(tmp_path, tiny_checkpoint, ranks=RANKS_EACH, launch_ahead=launch_ahead) as made:
         leader, (host,) = made.start()
         client = Client(leader)
         keys: list[str] = []
@@ -105,7 +108,7 @@ def test_four_ranks_on_two_hosts_give_the_tokens_of_one(
 @pytest.fixture
 def busy(tmp_path: Path, tiny_checkpoint: Path) -> Iterator[tuple[Replica, Process, Process]]:
     """Two hosts in the middle of long outputs on every rank."""
-    with replica(tmp_path, tiny_checkpoint) as made:
+    with forked_replica(tmp_path, tiny_checkpoint) as made:
         leader, (host,) = made.start()
         client = Client(leader)
         for rank in range(2):
@@ -154,7 +157,7 @@ def test_a_frozen_leader_ends_its_hosts(busy: tuple[Replica, Process, Process]) 
 def test_a_failed_start_on_one_host_ends_all_of_them_with_its_reason(tmp_path: Path, tiny_checkpoint: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_checkpoint, broken)
-    with replica(tmp_path, tiny_checkpoint, hosts=2) as made:
+    with forked_replica(tmp_path, tiny_checkpoint, hosts=2) as made:
         well = made.start_host(1)
         leader = made.start_leader()
         well.wait_log("leader accepted")
@@ -188,7 +191,7 @@ def without_logits(checkpoint: Path, to: Path) -> Path:
 def test_first_steps_that_fail_on_one_rank_end_all_processes(tmp_path: Path, tiny_checkpoint: Path, ill: int) -> None:
     """A GPU's capture is in these steps. The other rank waits in a collective of the next one meanwhile."""
     broken = write_config(tmp_path / "broken.json", without_logits(tiny_checkpoint, tmp_path / "broken"))
-    with replica(tmp_path, tiny_checkpoint) as made:
+    with forked_replica(tmp_path, tiny_checkpoint) as made:
         host = made.start_host(1, config=broken if ill else None)
         leader = made.start_leader(config=None if ill else broken)
         reason = leader.says("failed")["failed"]
@@ -203,7 +206,7 @@ def test_first_steps_that_fail_on_one_rank_end_all_processes(tmp_path: Path, tin
 def test_a_leader_that_restarts_during_the_start_finds_its_host_as_it_was(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    with replica(tmp_path, tiny_checkpoint, hosts=2) as made:
+    with forked_replica(tmp_path, tiny_checkpoint, hosts=2) as made:
         first = made.start_host(1)
         leader = made.start_leader()
         first.wait_log("leader accepted")
@@ -230,7 +233,7 @@ def test_a_host_that_restarts_is_met_by_the_next_leader(busy: tuple[Replica, Pro
 
 
 def test_a_host_without_a_leader_ends_when_asked(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    with replica(tmp_path, tiny_checkpoint) as made:
+    with forked_replica(tmp_path, tiny_checkpoint) as made:
         host = made.start_host(1)
         host.wait_log("listening")
         host.popen.send_signal(signal.SIGTERM)

@@ -95,7 +95,7 @@ class Deployment:
         self.ports[name] = listener.getsockname()[1]
         common = ["--config", str(self.folder / "config.json"), "--token-file", str(self.folder / "token")]
         command = ["-m", "glm52_engine.cli", *args, *common, "--listen-fd", str(listener.fileno())]
-        self.processes[name] = Process(self.folder, name, command, [listener.fileno()])
+        self.processes[name] = Process(self.folder, name, command, listener.fileno())
         listener.close()
 
 

@@ -38,6 +38,7 @@ from glm52_engine.ranks.messages import (
 from glm52_engine.ranks.race import unless
 from glm52_engine.ranks.remote import RemoteHost, ReplicaFailed
 from glm52_engine.ranks.spans import LOCAL, RankHost, RankSpan
+from glm52_engine.runtime.executor import Executor
 from glm52_engine.runtime.rank import Event, Running
 from glm52_engine.transfer.agent import Pull
 
@@ -236,6 +237,11 @@ class Coordinator:
             first, why = next(iter(self._missing.items()))
             more = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
             self.on_waiting(f"waiting for rank host {first} ({why}){more}")
+
+    @property
+    def executors(self) -> Sequence[Executor]:
+        """Of the leader's own ranks."""
+        return [] if self._crew is None else self._crew.executors
 
     async def _join(self, parts: HostParts) -> None:
         own = self._hosts[0].link.own_address if self._hosts else LOOPBACK

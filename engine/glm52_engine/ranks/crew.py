@@ -66,6 +66,11 @@ class Crew:
         for member in self._members:
             threading.Thread(target=member.run, name=f"rank-{member.rank}", daemon=True).start()
 
+    @property
+    def executors(self) -> list[ShardedExecutor]:
+        """Of the ranks that have joined."""
+        return [member.follower.executor for member in self._members if member.follower is not None]
+
     async def join(self, join: Join, own_host: str) -> None:
         """Every rank enters the process group, then computes its first steps with all others. Raises RankFailed."""
         await self._each([lambda m=member: self._enter(m, join, own_host) for member in self._members])  # type: ignore[misc]

@@ -86,6 +86,10 @@ class Follower(Rank):
         self._number = 0
         self._promised: Shape | None = None
 
+    @property
+    def executor(self) -> ShardedExecutor:
+        return self._sharded
+
     def execute(self, shape: Shape, order: RankOrder) -> RankResult:
         """One step. Raises OrderError where the order does not fit what is here, before anything is computed."""
         self._news.clear()

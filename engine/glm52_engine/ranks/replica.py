@@ -79,6 +79,7 @@ class ReplicaEngine(LocalEngine):
         self._ranks = [SteppedRank(index, coordinator) for index in range(world)]
         self._coordinator = coordinator
         self._held = [0] * world
+        self._executors = tuple(coordinator.executors)
         coordinator.on_events = self._post
 
     def agent(self, own: TransferAgent, on_notice: Callable[[bytes], None]) -> ReplicaAgent:

@@ -198,6 +198,15 @@ def test_structured_outputs_fit_on_every_rank(client: openai.OpenAI) -> None:
         assert asked(number) == text
 
 
+def test_the_leader_tells_of_its_own_hot_buffers(deployment: Deployment, client: openai.OpenAI) -> None:
+    said(client, 3)
+    with urllib.request.urlopen(f"{deployment.url('decode-0')}/metrics", timeout=30) as response:
+        found = dict(re.findall(r"^(\S*hisparse_\w+)\{.*\} (\S+)$", response.read().decode(), re.MULTILINE))
+    assert float(found["vllm:hisparse_cache_misses_total"]) > 0
+    assert float(found["vllm:hisparse_host_to_device_bytes_total"]) > 0
+    assert float(found["glm52_hisparse_whole_ranks"]) == 0
+
+
 def test_every_phase_of_the_start_is_told_for_every_host(deployment: Deployment) -> None:
     status, body = ask(deployment.ports["decode-0"], STARTUPZ)
     assert status == 200

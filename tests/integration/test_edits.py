@@ -26,7 +26,7 @@ def test_the_last_of_a_burst_of_edits_is_the_one_that_counts(space: Space, opera
     space.apply(*(deployment(name, prefill=none, decode=none, router=none) for name in last))
     for name in last:
         space.until_condition(name, "Ready", reason="ScaledToZero")
-    for _ in range(15):
+    for _ in range(8):
         for name in dice.choices(sorted(last), k=10):
             # Of these the status alone speaks.
             space.edit(name, crashPolicy={"maxRestarts": dice.randint(1, 32)})

@@ -136,17 +136,19 @@ async def test_prefill_and_decode_on_the_device_or_not(
 async def test_more_rows_than_the_largest_bucket_still_run(
     checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three decodes as steps of two rows and one; when one has ended, the others fit one step and go ahead."""
-    requests = [greedy(f"r{n}", tuple(prompt(5 + n, seed=n)), 2 + min(n, 1)) for n in range(3)]
+    """Three decodes at once, as steps of two rows and one, that would go ahead if they were one step."""
+    requests = [greedy(f"r{n}", tuple(prompt(5 + n, seed=n)), 4) for n in range(3)]
 
-    async def said(target: LocalEngine, source: LocalEngine) -> list[list[int]]:
-        return ids(await asyncio.gather(*(generate(source, target, request) for request in requests)))
+    async def said(source: LocalEngine, target: LocalEngine) -> list[list[int]]:
+        given = [(request, *await hand_over(source, target, request)) for request in requests]
+        outputs = [(first, target.decode(request, blocks, first)) for request, blocks, first in given]
+        return [[first.id] + [token.id async for token in output] for first, output in outputs]
 
     with running(checkpoint, None) as source, running(checkpoint, None) as target:
-        expected = await said(target, source)
+        expected = await said(source, target)
     monkeypatch.setattr(launch_ahead, "MOST_ROWS", 2)
     with running(checkpoint, None) as source, running(checkpoint, device, launch_ahead=True) as target:
-        assert await said(target, source) == expected
+        assert await said(source, target) == expected
         await eventually(lambda: idle(target))
 
 

@@ -296,6 +296,17 @@ def test_a_row_that_never_came_is_noticed(rank: Rank) -> None:
     assert rank.counters()["unwritten"] > 0
 
 
+def test_what_the_request_before_has_left_is_not_taken_for_written(rank: Rank) -> None:
+    rank.admit(0, [1], 3)
+    del rank.seats[0]
+    rank.free.append(1)
+    request = rank.admit(0, [1], 1)
+    request.length = 2
+    with pytest.raises(AssertionError):
+        rank.step([(request, every(rank, [1, 2]))])
+    assert rank.counters()["unwritten"] > 0
+
+
 def test_what_cannot_be() -> None:
     host = HostRows(torch.zeros(2, 4 * 32, dtype=torch.uint8), 4, 32)
     with pytest.raises(ValueError, match=r"hot buffer of 5 rows; expected index_topk \(6\) to 32767"):

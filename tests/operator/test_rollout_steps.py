@@ -85,23 +85,52 @@ async def test_a_disruption_budget_without_room_is_waited_for_and_named(world: W
     assert gone(world) == [("create", "chat-decode-0/eviction")]
 
 
-async def test_a_pod_that_a_budget_takes_for_leaving_is_named_with_the_end_of_it(world: World) -> None:
+def charge(world: World, *pods: str) -> None:
+    """As an eviction does before it deletes the pod."""
     budget = world.api.find("PodDisruptionBudget", "chat-decode")
-    budget["status"] = {
-        "disruptedPods": {"chat-decode-1": "2026-01-01T10:00:30Z", "chat-decode-9": "2026-01-01T10:09:00Z"}
-    }
+    budget["status"] = {"disruptedPods": dict.fromkeys(pods, "2026-01-01T10:00:30Z")}
     world.api.put(BUDGET, budget)
+
+
+def refuse_evictions(world: World) -> None:
     refusal = "Cannot evict pod as it would violate the pod's disruption budget."
     world.api.refuse = lambda verb, kind, name: (429, refusal) if name.endswith("/eviction") else None
+
+
+def deleted(world: World) -> list[str]:
+    return [name for verb, name in gone(world) if verb == "delete"]
+
+
+async def test_an_eviction_of_another_pod_that_was_not_carried_out_is_named_with_its_end(world: World) -> None:
+    charge(world, "chat-decode-1", "chat-decode-9")
+    refuse_evictions(world)
     await world.run()
     message = world.condition("DecodeReady")["message"]
-    assert "budget; the budget counts chat-decode-1 as leaving, which was made again, until 10:02:30 UTC." in message
-    await world.list_all()
+    assert (
+        "budget; the budget counts an eviction of chat-decode-1 that was not carried out until 10:02:30 UTC." in message
+    )
+    assert deleted(world) == []
     leaving = world.api.find("Pod", "chat-decode-1")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T10:00:31Z"
     world.api.put(POD, leaving)
     await world.run()
-    assert "as leaving" not in world.condition("DecodeReady")["message"]
+    assert "not carried out" not in world.condition("DecodeReady")["message"]
+
+
+async def test_an_eviction_of_the_pod_itself_that_was_not_carried_out_is_carried_out(world: World) -> None:
+    charge(world, "chat-decode-0")
+    refuse_evictions(world)
+    await world.run()
+    assert deleted(world) == ["chat-decode-0"]
+
+
+async def test_a_charge_that_was_taken_back_meanwhile_lets_nothing_go(world: World) -> None:
+    charge(world, "chat-decode-0")
+    await world.list_all()
+    charge(world)
+    refuse_evictions(world)
+    await world.reconciler.reconcile(KEY, 0)
+    assert deleted(world) == []
 
 
 @pytest.mark.parametrize("code", [404, 409])

@@ -12,16 +12,22 @@ _REMEMBERED = datetime.timedelta(minutes=2)
 """How long the disruption controller waits to see an evicted pod leave (its DeletionTimeout)."""
 
 
-def taken_for_leaving(budget: dict[str, Any], pods: Iterable[Pod]) -> str:
-    """Which pods the budget takes for leaving that are not, and until when (UTC); empty where there is none.
+def is_charged(budget: dict[str, Any], pod: str) -> bool:
+    """Whether the budget has let this pod go already.
 
-    A budget knows evicted pods by name, and forgets one when it sees it leave. One that was faster, and was made again
-    under its name, is counted as leaving for two minutes; nothing can be done meanwhile but wait.
+    An eviction first charges the budget, under the pod's name, and then deletes the pod. One whose client went away in
+    between leaves the charge behind, and nothing else may go until the pod does, or two minutes are over.
     """
-    evicted = budget.get("status", {}).get("disruptedPods") or {}
-    here = sorted(name(pod) for pod in pods if name(pod) in evicted and not is_leaving(pod))
-    if not here:
+    return pod in (budget.get("status", {}).get("disruptedPods") or {})
+
+
+def charged_for(budget: dict[str, Any], pods: Iterable[Pod]) -> str:
+    """Which pods that do not leave the budget is charged for, and until when (UTC); empty where there is none."""
+    stay = sorted(name(pod) for pod in pods if is_charged(budget, name(pod)) and not is_leaving(pod))
+    if not stay:
         return ""
-    since = max(datetime.datetime.fromisoformat(evicted[each]) for each in here)
+    charges = budget["status"]["disruptedPods"]
+    since = max(datetime.datetime.fromisoformat(charges[each]) for each in stay)
     until = (since + _REMEMBERED).astimezone(datetime.UTC)
-    return f"the budget counts {', '.join(here)} as leaving, which was made again, until {until:%H:%M:%S} UTC"
+    whose = f"an eviction of {', '.join(stay)} that was not carried out"
+    return f"the budget counts {whose} until {until:%H:%M:%S} UTC"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from glm52_engine.config import Role
 from glm52_operator import names
-from glm52_operator.plan.budgets import taken_for_leaving
+from glm52_operator.plan.budgets import charged_for, is_charged
 from glm52_operator.plan.events import Notice
 from glm52_operator.plan.failures import Failure
 from glm52_operator.plan.rollout import Host, Replacement, State
@@ -64,7 +64,7 @@ class Roller:
         serves = replacement.state is State.SERVING
         try:
             if serves and not follows:
-                await self.api.evict(POD, key[0], host.name, uid=host.uid)
+                await self._evict(key, replacement.role, host)
             else:
                 await self.api.delete(POD, key[0], host.name, uid=host.uid, version=None if serves else host.version)
         except ApiError as error:
@@ -76,9 +76,27 @@ class Roller:
         self.store.expect_leaving(POD, key[0], host.name, host.uid, timestamp(deadline))
         return True
 
+    async def _evict(self, key: Key, role: Role, host: Host) -> None:
+        try:
+            await self.api.evict(POD, key[0], host.name, uid=host.uid)
+        except ApiError as error:
+            if not (error.code == 429 and await self._is_charged(key, role, host)):
+                raise
+            # An operator that ends in the middle of an eviction leaves the charge: the next one would wait for its own.
+            await self.api.delete(POD, key[0], host.name, uid=host.uid)
+
+    async def _is_charged(self, key: Key, role: Role, host: Host) -> bool:
+        budget = names.role(key[1], role)
+        known = self.store.get(BUDGET, key[0], budget)
+        if known is None or not is_charged(known, host.name):
+            return False
+        # What is known may be of a while ago, and the charge be taken back since.
+        now = await self.api.get(BUDGET, key[0], budget)
+        return now is not None and is_charged(now, host.name)
+
     def _reason(self, key: Key, replacement: Replacement, error: ApiError) -> str:
         budget = self.store.get(BUDGET, key[0], names.role(key[1], replacement.role)) if _is_budget(error) else None
-        more = taken_for_leaving(budget, self.store.owned(POD, key)) if budget else ""
+        more = charged_for(budget, self.store.owned(POD, key)) if budget else ""
         return f"{error.text.rstrip('.')}; {more}" if more else error.text
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from glm52_operator import names
 from glm52_operator.desired.children import build
-from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS
-from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, SECRET, Kind
+from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS, WAITING_SECONDS
+from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, POD, SECRET, Kind
 from glm52_operator.reconcile.nodes import FRESH_SECONDS, REFUSED_SECONDS
-from glm52_operator.reconcile.reconciler import QUIET_ATTEMPTS, Result
-from tests.operator.builders import node, resource, target
+from glm52_operator.reconcile.reconciler import QUIET_ATTEMPTS, SETTLING, SOON, Result
+from tests.operator.builders import node, pod, resource, target
 from tests.operator.conftest import FakeClock
 from tests.operator.world import KEY, World, new_world
 
@@ -118,12 +118,40 @@ async def test_the_secret_is_made_once_and_never_written_again(world: World) -> 
     assert world.api.find("Secret", "chat-internal")["data"]["token"] == token
 
 
-async def test_a_deleted_secret_is_noticed(world: World) -> None:
+async def test_a_deleted_secret_is_made_again_before_pods_that_need_it(world: World) -> None:
     await world.run()
     del world.api.objects[SECRET, "ns", "chat-internal"]
     world.clock.advance(SECRET_RECHECK_SECONDS + 1)
+    world.edit(decode={"maxNumSeqs": 3})
+    await world.run()
+    writes = world.api.writes
+    assert writes.index(("create", "Secret", "chat-internal")) < writes.index(("patch", "StatefulSet", "chat-decode"))
+
+
+async def test_a_deleted_secret_is_made_again_when_a_pod_waits(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    del world.api.objects[SECRET, "ns", "chat-internal"]
+    world.clock.advance(SECRET_RECHECK_SECONDS + 1)
+    waits = pod("chat-decode-0", role="decode", ready=False)
+    world.api.put(POD, {**waits, "status": {"phase": "Pending"}})
+    await world.run()
+    assert ("create", "Secret", "chat-internal") not in world.api.writes
+    world.clock.advance(WAITING_SECONDS)
     await world.run()
     assert ("create", "Secret", "chat-internal") in world.api.writes
+
+
+async def test_scaling_waits_for_no_look_at_the_secret(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    world.clock.advance(SECRET_RECHECK_SECONDS + 1)
+    world.edit(decode={"replicas": 2})
+    await world.run()
+    assert ("patch", "StatefulSet", "chat-decode") in world.api.writes
+    assert not [call for call in world.api.calls if call[1] == "Secret"]
 
 
 async def test_what_takes_minutes_begins_before_the_rest_and_with_nothing_looked_up(world: World) -> None:
@@ -218,7 +246,11 @@ async def test_pods_that_the_api_server_refuses_are_explained(world: World) -> N
     obj["status"] = {"observedGeneration": 1, "replicas": 0}
     world.api.put(BY_KIND["StatefulSet"], obj)
     world.api.events = [{"metadata": {}, "message": "exceeded quota: pods=0", "lastTimestamp": "2026"}]
-    await world.run()
+    assert (await world.run()).requeue_after == SETTLING
+    # It may be about to make them.
+    assert world.condition("DecodeReady")["reason"] != "PodsRefused"
+    world.clock.advance(SETTLING)
+    assert (await world.run()).requeue_after == SOON
     decode = world.condition("DecodeReady")
     assert decode["reason"] == "PodsRefused"
     assert "exceeded quota: pods=0" in decode["message"]

@@ -29,3 +29,8 @@ def has_started(pod: Pod) -> bool:
 
 def is_leaving(pod: Pod) -> bool:
     return "deletionTimestamp" in pod["metadata"]
+
+
+def is_pending(pod: Pod) -> bool:
+    """None of its containers has ever run."""
+    return bool(pod.get("status", {}).get("phase") == "Pending")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from glm52_operator import names
@@ -14,15 +15,18 @@ from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.changes import difference, repair, stamp, startable
 from glm52_operator.plan.failures import Failure, classify, leaving, not_ours
 from glm52_operator.plan.ownership import Ownership, ownership
+from glm52_operator.plan.pods import is_pending
 from glm52_operator.reconcile.client import Api, ApiError
 from glm52_operator.reconcile.clock import Clock
-from glm52_operator.reconcile.kinds import BY_KIND, CHILDREN, SECRET, Kind
+from glm52_operator.reconcile.kinds import BY_KIND, CHILDREN, POD, SECRET, Kind
 from glm52_operator.reconcile.store import Store
 
 log = logging.getLogger("glm52.apply")
 
 TOKEN_BYTES = 32
 SECRET_RECHECK_SECONDS = 30.0
+WAITING_SECONDS = 10.0
+"""How long a pod may have no container that runs before its Secret is asked for."""
 _WORKLOADS = {"StatefulSet", "Deployment"}
 
 
@@ -52,6 +56,8 @@ class Applier:
     clock: Clock
     _secret_seen: dict[str, float] = field(default_factory=dict)
     """uid of a deployment → when its Secret was last seen; a watch of Secrets would need the right to read them all."""
+    _waiting: dict[str, float] = field(default_factory=dict)
+    """uid of a deployment → since when there is a pod that does not run."""
 
     async def begin(self, target: Target) -> Applied:
         """Apply what engine pods are made of, and nothing else: they take minutes where the rest takes seconds."""
@@ -79,9 +85,10 @@ class Applier:
 
     def forget(self, uid: str) -> None:
         self._secret_seen.pop(uid, None)
+        self._waiting.pop(uid, None)
 
     async def _apply_all(self, target: Target, desired: list[Object], *, complete: bool) -> Applied:
-        applied = Applied(await self._ensure_secret(target))
+        applied = Applied([] if self._has_secret(target, desired) else await self._ensure_secret(target))
         blocked = any(_blocks(failure, target) for failure in applied.failures)
         # A binding is refused before its role is there, a Deployment's pods before their service account.
         last = [child for child in desired if child["kind"] in ("RoleBinding", "Deployment")]
@@ -94,11 +101,31 @@ class Applier:
                 applied.repaired += done.repaired
         return applied
 
+    def _has_secret(self, target: Target, desired: Iterable[Object]) -> bool:
+        """Whether the Secret was seen, and nothing is worth another look, which scaling would wait for.
+
+        A loss shows when pods start: where they are about to be made anew, or one has waited for a while.
+        """
+        now = self.clock.now()
+        if any(is_pending(pod) for pod in self.store.owned(POD, (target.namespace, target.name))):
+            since = self._waiting.setdefault(target.uid, now)
+        else:
+            since = now
+            self._waiting.pop(target.uid, None)
+        seen = self._secret_seen.get(target.uid)
+        if seen is None:
+            return False
+        sure = now - since < WAITING_SECONDS and not any(map(self._alters_pods, desired))
+        return now - seen < SECRET_RECHECK_SECONDS or sure
+
+    def _alters_pods(self, child: Object) -> bool:
+        if child["kind"] not in _WORKLOADS:
+            return False
+        known = self._known(child)
+        return known is None or difference(child["spec"]["template"], known["spec"]["template"]) is not None
+
     async def _ensure_secret(self, target: Target) -> list[Failure]:
         name = names.internal_secret(target.name)
-        seen = self._secret_seen.get(target.uid)
-        if seen is not None and self.clock.now() - seen < SECRET_RECHECK_SECONDS:
-            return []
         try:
             found = await self._make_secret(target, name) if self.is_new(target) else None
             if found is None:

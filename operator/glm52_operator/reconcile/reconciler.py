@@ -38,6 +38,9 @@ log = logging.getLogger("glm52.reconcile")
 SOON = 10.0
 """Seconds until a deployment that is not ready is looked at again: events of its StatefulSets are not watched."""
 
+SETTLING = 2.0
+"""Seconds that a controller has to make the pods that it lacks before its events are read for why it does not."""
+
 QUIET_ATTEMPTS = 3
 """Conflicts and short outages are retried that often before the status tells of them."""
 
@@ -66,6 +69,8 @@ class Reconciler:
     roller: Roller = field(init=False)
     restarter: Restarter = field(init=False)
     _nodes: Nodes = field(init=False)
+    _lacking: dict[tuple[Key, names.Component], float] = field(default_factory=dict)
+    """Since when a workload has fewer pods than are wanted."""
 
     def __post_init__(self) -> None:
         self.roller = Roller(self.api, self.store, self.utcnow)
@@ -81,6 +86,8 @@ class Reconciler:
                 self.applier.forget(resource["metadata"]["uid"])
                 self.recorder.forget(resource["metadata"]["uid"])
             self._told.pop(key, None)
+            for component in names.ROLES:
+                self._lacking.pop((key, component), None)
             self.listener.follow(key, {})
             self.store.forget_departed(key, self.store.departed(key))
             return Result()
@@ -121,7 +128,7 @@ class Reconciler:
             return Result(again=True)
         if failures or not written:
             return Result(failed=True)
-        return Result(requeue_after=None if _rests(status, ends) or isinstance(resolved, Invalid) else SOON)
+        return Result(requeue_after=None if _rests(status, ends) or isinstance(resolved, Invalid) else self._soon(key))
 
     async def _roll_out(self, key: Key, resource: Object, target: Target) -> Rolled:
         """The next step of a rollout, if there is one to take now."""
@@ -149,9 +156,22 @@ class Reconciler:
             room = await self._schedulable(resolved, pods)
             for component in names.ROLES:
                 workload = workloads[component]
-                if workload is not None and _lacks_pods(workload):
+                if workload is not None and self._is_refused_pods(key, component, workload):
                     events[component] = await self._create_failures(key, workload)
         return Observed(workloads=workloads, pods=pods, failures=failures, events=events, schedulable=room, held=held)
+
+    def _is_refused_pods(self, key: Key, component: names.Component, workload: Object) -> bool:
+        """Whether its controller has had the time to make what it lacks: it says what it has before it is done."""
+        if not _lacks_pods(workload):
+            self._lacking.pop((key, component), None)
+            return False
+        now = self.applier.clock.now()
+        return now - self._lacking.setdefault((key, component), now) >= SETTLING
+
+    def _soon(self, key: Key) -> float:
+        now = self.applier.clock.now()
+        settling = any(each == key and now - since < SETTLING for (each, _), since in self._lacking.items())
+        return SETTLING if settling else SOON
 
     async def _schedulable(self, target: Target, pods: dict[names.Component, list[Object]]) -> Verdict:
         """The nodes are asked for only while a pod has none: at rest nothing is listed."""

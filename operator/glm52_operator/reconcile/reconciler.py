@@ -128,7 +128,7 @@ class Reconciler:
             return Result(again=True)
         if failures or not written:
             return Result(failed=True)
-        return Result(requeue_after=None if _rests(status, ends) or isinstance(resolved, Invalid) else self._soon(key))
+        return Result(requeue_after=None if isinstance(resolved, Invalid) else self._next_look(key, status, ends))
 
     async def _roll_out(self, key: Key, resource: Object, target: Target) -> Rolled:
         """The next step of a rollout, if there is one to take now."""
@@ -168,10 +168,12 @@ class Reconciler:
         now = self.applier.clock.now()
         return now - self._lacking.setdefault((key, component), now) >= SETTLING
 
-    def _soon(self, key: Key) -> float:
-        now = self.applier.clock.now()
-        settling = any(each == key and now - since < SETTLING for (each, _), since in self._lacking.items())
-        return SETTLING if settling else SOON
+    def _next_look(self, key: Key, status: Object, ends: Ends | None) -> float | None:
+        """Seconds until something may have changed without an event; None where nothing can."""
+        lacking = [self._lacking[key, role] for role in names.ROLES if (key, role) in self._lacking]
+        if any(self.applier.clock.now() - since < SETTLING for since in lacking):
+            return SETTLING
+        return None if _rests(status, ends) and not lacking else SOON
 
     async def _schedulable(self, target: Target, pods: dict[names.Component, list[Object]]) -> Verdict:
         """The nodes are asked for only while a pod has none: at rest nothing is listed."""

@@ -165,6 +165,14 @@ async def test_what_takes_minutes_begins_before_the_rest_and_with_nothing_looked
     ]
 
 
+async def test_a_scale_waits_for_nothing_else(world: World) -> None:
+    await world.run()
+    world.edit(decode={"replicas": 2}, router={"replicas": 2, "service": {"type": "NodePort"}})
+    await world.run()
+    assert world.api.writes[0] == ("patch", "StatefulSet", "chat-decode")
+    assert ("patch", "Service", "chat-router") in world.api.writes
+
+
 async def test_somebody_elses_object_is_left_alone_and_named(world: World) -> None:
     foreign = {"metadata": {"namespace": "ns", "name": "chat-router", "labels": {}}, "spec": {"theirs": True}}
     world.api.put(BY_KIND["Deployment"], foreign)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from glm52_engine.runtime.types import QUEUE_BOUNDS, HotCounters, Stats
+from glm52_engine.serve.families import counters, gauges
 
 
 def places(model: str, stats: Stats) -> Iterator[Metric]:
     """Seats, who waits for one, and the memory of whole contexts."""
-    gauges = {
+    table = {
         "glm52_seats": ("Requests that can run at once", stats.seats_total),
         "glm52_queue_blocks": ("KV blocks that the waiting requests ask for", stats.queue_blocks),
         "glm52_host_pool_bytes": ("KV pools in this pod's host memory", stats.pool_bytes),
         "glm52_host_pool_seconds": ("Time to touch and pin them", stats.pool_seconds),
     }
-    yield from _gauges(model, gauges)
+    yield from gauges(model, table)
     position = HistogramMetricFamily(
         "glm52_queue_position", "Requests before one that came to wait, when it came", labels=["model_name"]
     )
@@ -27,31 +28,21 @@ def places(model: str, stats: Stats) -> Iterator[Metric]:
     yield position
 
 
-def hot(model: str, counters: HotCounters) -> Iterator[Metric]:
+def hot(model: str, found: HotCounters) -> Iterator[Metric]:
     """HiSparse; vLLM's names where it has one."""
     counted = {
-        "vllm:hisparse_cache_hits": ("Selected tokens that were in a hot buffer", counters.hits),
-        "vllm:hisparse_cache_misses": ("Selected tokens that were not", counters.misses),
-        "vllm:hisparse_host_to_device_bytes": ("Bytes of KV rows fetched from host memory", counters.fetched_bytes),
-        "glm52_hisparse_evictions": ("Tokens that made room in a hot buffer", counters.evicted),
-        "glm52_hisparse_switches": ("Changes between contexts that lie whole and hot buffers", counters.switches),
+        "vllm:hisparse_cache_hits": ("Selected tokens that were in a hot buffer", found.hits),
+        "vllm:hisparse_cache_misses": ("Selected tokens that were not", found.misses),
+        "vllm:hisparse_host_to_device_bytes": ("Bytes of KV rows fetched from host memory", found.fetched_bytes),
+        "glm52_hisparse_evictions": ("Tokens that made room in a hot buffer", found.evicted),
+        "glm52_hisparse_switches": ("Changes between contexts that lie whole and hot buffers", found.switches),
     }
-    for name, (text, value) in counted.items():
-        counter = CounterMetricFamily(name, text, labels=["model_name"])
-        counter.add_metric([model], value)
-        yield counter
-    gauges = {
-        "glm52_hisparse_rows": ("Rows of hot buffers, of layers with an indexer", counters.rows),
-        "glm52_hisparse_rows_held": ("Of those, the ones that hold a token", counters.rows_held),
-        "glm52_hisparse_frames": ("KV blocks that can lie whole beside the compute", counters.frames),
-        "glm52_hisparse_frames_used": ("Of those, the ones that do", counters.frames_used),
-        "glm52_hisparse_whole_ranks": ("Ranks whose contexts lie whole", counters.whole_ranks),
+    yield from counters(model, counted)
+    held = {
+        "glm52_hisparse_rows": ("Rows of hot buffers, of layers with an indexer", found.rows),
+        "glm52_hisparse_rows_held": ("Of those, the ones that hold a token", found.rows_held),
+        "glm52_hisparse_frames": ("KV blocks that can lie whole beside the compute", found.frames),
+        "glm52_hisparse_frames_used": ("Of those, the ones that do", found.frames_used),
+        "glm52_hisparse_whole_ranks": ("Ranks whose contexts lie whole", found.whole_ranks),
     }
-    yield from _gauges(model, gauges)
-
-
-def _gauges(model: str, gauges: Mapping[str, tuple[str, float]]) -> Iterator[Metric]:
-    for name, (text, value) in gauges.items():
-        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-        gauge.add_metric([model], float(value))
-        yield gauge
+    yield from gauges(model, held)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from glm52_engine.lifecycle.phases import Phase
 from glm52_engine.runtime.stored import StoreCounters
 from glm52_engine.runtime.types import Stats
-from glm52_engine.serve import hot_metrics
+from glm52_engine.serve import families, hot_metrics
 from glm52_engine.transfer.hold import TransferCounters
 from glm52_engine.transfer.rates import Path
 
@@ -73,7 +73,7 @@ class _Snapshot(Collector):
 
     def _engine(self, stats: Stats) -> Iterator[Metric]:
         used = 1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
-        gauges: dict[str, tuple[str, float]] = {
+        gauges: families.Table = {
             "vllm:num_requests_running": ("Requests in the step loop", stats.running),
             "vllm:num_requests_waiting": ("Requests waiting for a seat or blocks", stats.waiting),
             "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
@@ -81,10 +81,7 @@ class _Snapshot(Collector):
             "glm52_kv_blocks_free": ("KV blocks that can be had at once", stats.blocks_free),
             "glm52_kv_blocks_cached": ("Free KV blocks that still hold a prefix", stats.blocks_cached),
         }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], float(value))
-            yield gauge
+        yield from families.gauges(self._model, gauges)
         counters = {
             "vllm:prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens_computed),
             "vllm:generation_tokens": ("Tokens generated", stats.tokens_generated),
@@ -97,10 +94,7 @@ class _Snapshot(Collector):
             ),
             "glm52_steps": ("Steps of the step loop", stats.steps),
         }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        yield from families.counters(self._model, counters)
         yield from hot_metrics.places(self._model, stats)
         if stats.hot is not None:
             yield from hot_metrics.hot(self._model, stats.hot)
@@ -108,9 +102,7 @@ class _Snapshot(Collector):
             yield from self._store(stats.store)
 
     def _store(self, store: StoreCounters) -> Iterator[Metric]:
-        up = GaugeMetricFamily("glm52_store_up", "Whether the store of prefixes answers", labels=["model_name"])
-        up.add_metric([self._model], float(store.up))
-        yield up
+        yield from families.gauges(self._model, {"glm52_store_up": ("Whether the store of prefixes answers", store.up)})
         counters = {
             "glm52_store_blocks_saved": ("KV blocks put into the store", store.blocks_saved),
             "glm52_store_blocks_dropped": ("KV blocks that the store did not get", store.blocks_dropped),
@@ -118,10 +110,7 @@ class _Snapshot(Collector):
             "glm52_store_fetches_failed": ("Prompts that got less than was there", store.fetches_failed),
             "glm52_store_lookups_failed": ("Prompts for which the store did not answer", store.lookups_failed),
         }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        yield from families.counters(self._model, counters)
 
 
 def _paths(measured: Sequence[Path]) -> Iterator[Metric]:

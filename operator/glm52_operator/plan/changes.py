@@ -25,6 +25,12 @@ def stamp(child: Object) -> Object:
     return {**child, "metadata": {**meta, "annotations": annotations}}
 
 
+def applied_hash(child: Object) -> str | None:
+    """What `stamp` left; None on an object that we never applied."""
+    found: str | None = child["metadata"].get("annotations", {}).get(names.APPLIED_HASH)
+    return found
+
+
 def startable(child: Object, observed: Object | None) -> Object:
     """The child as it can be applied now: a Deployment that is paused before its controller has seen it would never
     make a pod, so it is paused from then on."""
@@ -51,8 +57,7 @@ def repair(desired: Object, observed: Object | None, changed: str, *, complete: 
     what = f"{desired['kind']} {desired['metadata']['name']}"
     if observed is None:
         return f"{what} was missing and was made again." if complete else None
-    annotations = observed["metadata"].get("annotations", {})
-    if annotations.get(names.APPLIED_HASH) != desired["metadata"]["annotations"][names.APPLIED_HASH]:
+    if applied_hash(observed) != applied_hash(desired):
         return None
     return f"{what} was changed at {changed} by somebody else and was put right."
 

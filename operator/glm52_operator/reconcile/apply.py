@@ -12,7 +12,7 @@ from glm52_operator import names
 from glm52_operator.desired.children import build
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.desired.target import Object, Target
-from glm52_operator.plan.changes import difference, repair, stamp, startable
+from glm52_operator.plan.changes import applied_hash, difference, repair, stamp, startable
 from glm52_operator.plan.failures import Failure, classify, leaving, not_ours
 from glm52_operator.plan.ownership import Ownership, ownership
 from glm52_operator.plan.pods import is_pending
@@ -126,9 +126,10 @@ class Applier:
         if child["kind"] not in _WORKLOADS:
             return False
         known = self._known(child)
-        if known is not None and _hash(known) == _hash(child):
-            return False
-        return known is None or difference(child["spec"]["template"], known["spec"]["template"]) is not None
+        if known is None:
+            return True
+        same = applied_hash(known) == applied_hash(child)
+        return not same and difference(child["spec"]["template"], known["spec"]["template"]) is not None
 
     async def _ensure_secret(self, target: Target) -> list[Failure]:
         name = names.internal_secret(target.name)
@@ -172,7 +173,7 @@ class Applier:
             if refused is not None:
                 applied.failures.append(refused)
                 return applied
-            found = (observed["metadata"].get("resourceVersion", ""), _hash(child))
+            found = (observed["metadata"].get("resourceVersion", ""), applied_hash(child))
             alike = self._alike.setdefault(target.uid, {})
             changed = difference(child, observed) if alike.get((kind.kind, name)) != found else None
             if changed is not None:
@@ -230,11 +231,6 @@ class Applier:
             return failure_of(error)
         log.info("%s/%s: deleted %s %s, no longer wanted", target.namespace, target.name, kind.kind, meta["name"])
         return None
-
-
-def _hash(child: Object) -> str | None:
-    found: str | None = child["metadata"].get("annotations", {}).get(names.APPLIED_HASH)
-    return found
 
 
 def _in_order(desired: list[Object]) -> Iterable[list[Object]]:

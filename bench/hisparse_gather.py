@@ -20,7 +20,7 @@ import torch
 
 from bench.decode import median_ms
 from bench.report import reached
-from glm52_engine.kernels import hisparse
+from glm52_engine.kernels import hisparse, linear
 from glm52_engine.kernels.residency import HostRows, Plan, Residency
 from glm52_engine.kv.hisparse import HotPool, HotStep
 from glm52_engine.kv.pinning import PIECE_BYTES, Cuda, gpu_place, host_slab, pin
@@ -84,7 +84,8 @@ def gathers(host: HostRows, count: int, **options: int) -> float:
     """GB/s of `count` random rows, each replay with other ones."""
     residency = Residency.empty(groups=1, seats=1, rows=8, slots=8, device="cuda")
     hot = torch.zeros(1, count + 1, host.row_bytes, dtype=torch.uint8, device="cuda")
-    graphs = []
+    # A graph does not keep what it reads.
+    graphs, plans = [], []
     for _ in range(8):
         plan = Plan.empty(batch=1, top_k=count, groups=1, device="cuda")
         plan.slots.random_(0, host.slots)
@@ -95,6 +96,7 @@ def gathers(host: HostRows, count: int, **options: int) -> float:
             hisparse.gather(residency, 0, plan, host, hot, range(1), **options)
 
         graphs.append(replayed(run))
+        plans.append(plan)
         place = plan.rows[:64].long()
         slot = plan.slots[:64].long().cpu()
         want = host.layer(0)[slot // BLOCK, slot % BLOCK]
@@ -194,14 +196,16 @@ def overlap(host: HostRows, new: float, compute: Callable[[], None]) -> dict[str
 
 
 def reading() -> Callable[[], None]:
-    """One layer's compute: products that read LAYER_BYTES."""
+    """One layer's compute: products of a decode step's own kernel, which read LAYER_BYTES."""
     x = torch.randn(SEATS, 6144, device="cuda", dtype=torch.bfloat16)
     count = LAYER_BYTES // (6144 * 16_384 * 2)
     weights = torch.randn(count, 16_384, 6144, device="cuda", dtype=torch.bfloat16)
+    splits = linear.splits_for(16_384, SEATS)
+    out = torch.empty(splits, SEATS, 16_384, device="cuda", dtype=torch.float32 if splits > 1 else torch.bfloat16)
 
     def run() -> None:
         for weight in weights:
-            torch.mm(x, weight.T)
+            linear.linear(x, weight, out)
 
     return run
 

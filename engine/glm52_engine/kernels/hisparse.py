@@ -83,26 +83,29 @@ def _resolve(
         miss = asked & (tag != slot)
         old = tl.load(where + written, (written >= 0) & (written < slots), other=-1).to(tl.int32)
         dropped = (old >= 0) & (tl.load(owner + old, old >= 0, other=-1) == written)
-        tl.store(owner + old, -1, dropped)
         tl.store(used + held, 1, hit)
         misses = tl.sum(miss.to(tl.int32), 0)
         ordinal = tl.cumsum(miss.to(tl.int32), 0) - 1
-        tl.debug_barrier()  # the marks of all lanes are read by other ones
+        # Which thread has an element depends on the access: a load and a store of the same words are not the same
+        # thread's. So between two accesses of a tensor of which one writes stands a barrier.
+        tl.debug_barrier()
 
         at = tl.arange(0, BH)
         kept = tl.load(order + at, at < H, other=0).to(tl.int32)
         unused = (at < H) & (tl.load(used + kept, at < H, other=1) == 0)
-        tl.store(used + kept, 0, at < H)
         rank = tl.cumsum(unused.to(tl.int32), 0)
         total = tl.sum(unused.to(tl.int32), 0)
         shift = tl.where(rank <= misses, total - misses, -misses)
         place = tl.where(unused, shift + rank - 1, total + at - rank)
-        tl.debug_barrier()  # nobody writes the order before everybody has read it
+        tl.debug_barrier()
+        tl.store(used + kept, 0, at < H)
         tl.store(order + place, kept, at < H)
+        tl.store(owner + old, -1, dropped)
         tl.debug_barrier()
 
         taken = tl.load(order + total - misses + ordinal, miss, other=0).to(tl.int32)
         lost = tl.sum((tl.load(owner + taken, miss, other=-1) >= 0).to(tl.int64), 0)
+        tl.debug_barrier()
         tl.store(owner + taken, tl.where(inside, slot, -1), miss)
         tl.store(where + slot, taken, miss & inside)
         here = tl.where(newest, H, tl.where(hit, held, taken))
@@ -170,7 +173,8 @@ def _gather(
 
 def gather(
     residency: Residency, group: int, plan: Plan, host: HostRows, hot: torch.Tensor, layers: range, *,
-    debug: bool = False, programs: int = 264, block: int = 512, warps: int = 8,
+    debug: bool = False, beside: bool = False, programs: int | None = None, block: int | None = None,
+    warps: int | None = None,
 ) -> None:  # fmt: skip
     """See `residency.gather`; hot uint8 [layers, rows, row_bytes]; one launch for all of `layers`.
 
@@ -179,6 +183,8 @@ def gather(
     """
     if not layers:
         return
+    # Measured on an H200. The link is full with few programs; more would keep other kernels from the multiprocessors.
+    programs, block, warps = programs or (24 if beside else 132), block or 512, warps or (4 if beside else 8)
     most = triton.cdiv(len(plan.slots) * host.row_bytes, block * 16)
     _gather[(min(programs, most), len(layers))](
         plan.slots, plan.rows, plan.count[group:], *_rows(host, hot, layers), residency.counters,

@@ -213,11 +213,12 @@ def resolve(
 
 def gather(
     residency: Residency, group: int, plan: Plan, host: HostRows, hot: torch.Tensor, layers: range, *,
-    debug: bool = False,
+    debug: bool = False, beside: bool = False,
 ) -> None:  # fmt: skip
     """Fetch the plan's misses for some layers: hot uint8 [layers, rows, row_bytes].
 
-    `debug` counts rows that were never written; their bytes are those of `POISON`.
+    `debug` counts rows that were never written; their bytes are those of `POISON`. `beside`: other kernels are to run
+    at the same time.
     """
     entry = torch.arange(len(plan.slots), device=plan.slots.device)
     wanted = entry < plan.count[group]

@@ -19,6 +19,7 @@ from glm52_engine.checkpoint import load_weights, read_model_spec
 from glm52_engine.config import ConfigError, KvCacheDtype, RoleConfig
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.kv.hisparse import hot
+from glm52_engine.kv.pinning import Cuda, host_slab, pin
 from glm52_engine.model import Model
 from glm52_engine.model.device import device_weights
 from glm52_engine.runtime.device import gpus
@@ -42,8 +43,15 @@ BLOCK, SEATS, BLOCKS, LONGEST = 4, 4, 40, 48
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("engine") / "m", CONFIG, random_tensors(CONFIG))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, gpu: bool) -> Path:
+    config = CONFIG | ({"dtype": "bfloat16"} if gpu else {})
+    return write(tmp_path_factory.mktemp("engine") / "m", config, random_tensors(config))
+
+
+@pytest.fixture(scope="module")
+def plain(gpu: bool) -> str | None:
+    """Where what is expected runs: the plain model, but for a GPU, whose bfloat16 is rounded in another order."""
+    return "cuda" if gpu else None
 
 
 @contextmanager
@@ -62,7 +70,9 @@ def running(
     weights = load_weights(checkpoint, spec)
     layout = KvLayout.of(spec, BLOCK, kv)
     contract = kv_contract(layout, weights)
-    pool = Pool(layout, BLOCKS)
+    slab = host_slab(BLOCKS * layout.block_bytes)
+    pinned = pin(slab, Cuda(0)) if device == "cuda" else None
+    pool = Pool(layout, BLOCKS, slab)
     pool.touch()
     seat = blocks_for(LONGEST, BLOCK)
     if device is None:
@@ -96,6 +106,8 @@ def running(
         yield engine
     finally:
         engine.stop()
+        if pinned is not None:
+            pinned.release()
 
 
 async def answers(
@@ -119,22 +131,24 @@ def ids(found: list[list[Token]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def truth(checkpoint: Path) -> list[list[int]]:
-    return ids(asyncio.run(answers(checkpoint, None, None)))
+def truth(checkpoint: Path, plain: str | None) -> list[list[int]]:
+    return ids(asyncio.run(answers(checkpoint, plain, plain)))
 
 
 @pytest.mark.parametrize(("source", "target"), [(True, False), (False, True)])
 async def test_prefill_and_decode_on_the_device_or_not(
-    checkpoint: Path, truth: list[list[int]], device: str, source: bool, target: bool
+    checkpoint: Path, truth: list[list[int]], device: str, source: bool, target: bool, gpu: bool
 ) -> None:
     """One side on the device, the other with the plain model: what crosses between them is the same KV."""
+    if gpu:
+        pytest.skip("bfloat16 is rounded in another order there; bench/parity.py compares")
     on = {True: device, False: None}
     found = ids(await answers(checkpoint, on[source], on[target], launch_ahead=target))
     assert found == truth
 
 
 async def test_more_rows_than_the_largest_bucket_still_run(
-    checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, plain: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three decodes at once, as steps of two rows and one, that would go ahead if they were one step."""
     requests = [greedy(f"r{n}", tuple(prompt(5 + n, seed=n)), 4) for n in range(3)]
@@ -144,10 +158,10 @@ async def test_more_rows_than_the_largest_bucket_still_run(
         outputs = [(first, target.decode(request, blocks, first)) for request, blocks, first in given]
         return [[first.id] + [token.id async for token in output] for first, output in outputs]
 
-    with running(checkpoint, None) as source, running(checkpoint, None) as target:
+    with running(checkpoint, plain) as source, running(checkpoint, plain) as target:
         expected = await said(source, target)
     monkeypatch.setattr(launch_ahead, "MOST_ROWS", 2)
-    with running(checkpoint, None) as source, running(checkpoint, device, launch_ahead=True) as target:
+    with running(checkpoint, plain) as source, running(checkpoint, device, launch_ahead=True) as target:
         assert await said(source, target) == expected
         await eventually(lambda: idle(target))
 
@@ -174,21 +188,25 @@ def test_graphs_that_do_not_fit_are_told_with_all_that_the_gpu_holds(
 
 
 @pytest.mark.parametrize("always", [True, False], ids=["hot", "whole"])
-async def test_decode_with_hot_buffers(checkpoint: Path, truth: list[list[int]], device: str, always: bool) -> None:
+async def test_decode_with_hot_buffers(
+    checkpoint: Path, plain: str | None, truth: list[list[int]], device: str, always: bool
+) -> None:
     """Contexts in host memory, two rows to spare beside a selection: evictions in nearly every step. So few contexts
     lie whole where the hot buffers would be, if they may."""
     top_k = read_model_spec(checkpoint).index_topk
-    found = await answers(checkpoint, None, device, launch_ahead=True, hot_rows=top_k + 2, hot_always=always)
+    found = await answers(checkpoint, plain, device, launch_ahead=True, hot_rows=top_k + 2, hot_always=always)
     assert ids(found) == truth
 
 
-async def test_one_context_too_many_and_back(checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_context_too_many_and_back(
+    checkpoint: Path, plain: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three requests need fifteen of eleven frames; the one that outlives the others needs five."""
     monkeypatch.setattr(hot, "_ROW_ALIGNMENT", 1)
     top_k = read_model_spec(checkpoint).index_topk
     wanted = [greedy(f"r{n}", tuple(prompt(13, seed=n)), tokens) for n, tokens in enumerate((7, 4, 4))]
-    with running(checkpoint, None) as source, running(checkpoint, None) as plain:
-        expected = ids(await asyncio.gather(*(generate(source, plain, request) for request in wanted)))
+    with running(checkpoint, plain) as source, running(checkpoint, plain) as other:
+        expected = ids(await asyncio.gather(*(generate(source, other, request) for request in wanted)))
         with running(checkpoint, device, hot_rows=top_k + 2) as target:
             rank = target._ranks[0]
             assert isinstance(rank, Rank)
@@ -204,21 +222,25 @@ async def test_one_context_too_many_and_back(checkpoint: Path, device: str, monk
             assert pool.counters()["unwritten"] == 0
 
 
-async def test_kv_in_fp8_from_the_plain_model_into_hot_buffers(checkpoint: Path, device: str) -> None:
+async def test_kv_in_fp8_from_the_plain_model_into_hot_buffers(
+    checkpoint: Path, plain: str | None, device: str, gpu: bool
+) -> None:
+    if gpu:
+        pytest.skip("so small a model's rows in FP8 are no multiples of 16 bytes, which the GPU's kernels need")
     top_k = read_model_spec(checkpoint).index_topk
-    plain = await answers(checkpoint, None, None, kv="fp8")
-    found = await answers(checkpoint, None, device, kv="fp8", hot_rows=top_k + 2, hot_always=True)
-    assert ids(found) == ids(plain)
+    expected = await answers(checkpoint, plain, plain, kv="fp8")
+    found = await answers(checkpoint, plain, device, kv="fp8", hot_rows=top_k + 2, hot_always=True)
+    assert ids(found) == ids(expected)
 
 
-async def test_a_prefix_from_a_store_is_on_the_device_too(checkpoint: Path, device: str) -> None:
+async def test_a_prefix_from_a_store_is_on_the_device_too(checkpoint: Path, plain: str | None, device: str) -> None:
     """What one prefill pod has computed on its device another goes on from on its own."""
     shared = tuple(prompt(13, seed=1))
     asked = greedy("again", (*shared[:9], 7, 8), 4)
     shelf = Shelf()
-    with running(checkpoint, None) as target:
-        with running(checkpoint, None, prefix_cache=False) as plain:
-            expected = await generate(plain, target, asked)
+    with running(checkpoint, plain) as target:
+        with running(checkpoint, plain, prefix_cache=False) as other:
+            expected = await generate(other, target, asked)
         with running(checkpoint, device, store=shelf) as source:
             await generate(source, target, greedy("first", shared, 2))
             await eventually(lambda: len(shelf.kept) == 3 and idle(source))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -184,7 +185,8 @@ class HotStep:
         self._pool = pool
         self._plan = Plan.empty(batch=batch, top_k=pool.top_k, groups=len(pool.groups), device=pool.device)
         self._seats = self._active = self._own = torch.empty(0, dtype=torch.int32)
-        self._fetched: torch.cuda.Event | None = None
+        self._arrived: dict[int, torch.cuda.Event | None] = {}
+        self._written: torch.cuda.Event | None = None
         self._whole = False
 
     @property
@@ -219,23 +221,31 @@ class HotStep:
             pass
         elif layer == layers.start:
             pool.form.resolve(pool.residency, group, self._seats, selected, self._own, self._active, plan)
-            self._gather(group, layers[:1])
-            # Behind its own rows, which it waits for, the shared layers' come while it and its experts compute.
-            self._fetched = self._aside(lambda: self._gather(group, layers[1:])) if layers[1:] else None
-        elif layer == layers.start + 1 and self._fetched is not None:
-            torch.cuda.current_stream(pool.device).wait_event(self._fetched)
+            self._gather(group, layer, beside=False)
+            # Behind its own rows, which it waits for, come those of the shared layers, of each while the ones before
+            # it compute.
+            for shared in layers[1:]:
+                self._arrived[shared] = self._aside(partial(self._gather, group, shared, beside=True))
+        else:
+            self._wait(self._arrived.pop(layer))
         if layer == pool.groups[-1].stop - 1:
-            self._fetched = self._aside(self._write_back)
+            self._written = self._aside(self._write_back)
         return selected if self._whole else plan.resident
 
     def end(self) -> None:
         """What follows finds the new rows in host memory."""
-        if self._fetched is not None:
-            torch.cuda.current_stream(self._pool.device).wait_event(self._fetched)
+        self._wait(self._written)
 
-    def _gather(self, group: int, layers: range) -> None:
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(event)
+
+    def _gather(self, group: int, layer: int, *, beside: bool) -> None:
         pool = self._pool
-        pool.form.gather(pool.residency, group, self._plan, pool.host, pool.hot, layers, debug=pool.debug)
+        layers = range(layer, layer + 1)
+        pool.form.gather(
+            pool.residency, group, self._plan, pool.host, pool.hot, layers, debug=pool.debug, beside=beside
+        )
 
     def _write_back(self) -> None:
         pool = self._pool

@@ -14,6 +14,20 @@ from glm52_operator.desired.target import Object, Target
 
 def build(target: Target) -> list[Object]:
     """What pods mount and run as stands before them; the internal Secret is not here, since it is never applied."""
+    return [*_before(target), *build_engines(target), *_after(target)]
+
+
+def build_engines(target: Target) -> list[Object]:
+    """The StatefulSets alone."""
+    return [build_stateful_set(target, role) for role in names.ROLES]
+
+
+def build_others(target: Target) -> list[Object]:
+    """All but the StatefulSets."""
+    return [*_before(target), *_after(target)]
+
+
+def _before(target: Target) -> list[Object]:
     return [
         build_service_account(target),
         build_role(target),
@@ -22,7 +36,11 @@ def build(target: Target) -> list[Object]:
         *(build_role_service(target, role) for role in names.ROLES),
         build_router_service(target),
         *build_store(target),
-        *(build_stateful_set(target, role) for role in names.ROLES),
+    ]
+
+
+def _after(target: Target) -> list[Object]:
+    return [
         build_router(target),
         *(build_budget(target, component) for component in (*names.ROLES, names.ROUTER)),
     ]

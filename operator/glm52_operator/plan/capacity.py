@@ -7,7 +7,7 @@ pods select no nodes and have no affinity that a node could fail, so neither is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ MEMORY = "memory"
 _NONE = Decimal(0)
 _FINISHED = {"Succeeded", "Failed"}
 _KEEPS_OUT = {"NoSchedule", "NoExecute"}
+_COMPONENTS: tuple[names.Component, ...] = (*names.ROLES, names.ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """What one pod of a component asks a node for."""
+
+    requests: Amounts
+    tolerations: Sequence[Object] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """One component's pods: those that keep their node, and how many need one."""
 
@@ -50,7 +59,7 @@ class Demand:
     """uids of all its pods."""
     missing: int
     memory: str = ""
-    """The sum behind the memory request, written out; none for routers."""
+    """The sum behind the memory request, written out; none for routers, and where no pod is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +99,41 @@ def survey(nodes: Sequence[Object], pods: Iterable[Object]) -> Cluster:
     return Cluster(nodes, free, placed)
 
 
-def demands(target: Target, pods: Mapping[names.Component, Sequence[Object]]) -> list[Demand]:
-    """What the target needs beyond the nodes that its pods have already."""
-    workloads = [*(build_stateful_set(target, role) for role in names.ROLES), build_router(target)]
-    sums = [*(target.memory(role).explain() for role in names.ROLES), ""]
-    return [
-        replace(
-            _demand(component, workload["spec"]["template"]["spec"], target.pods(component), pods.get(component, ())),
-            memory=written,
-        )
-        for component, workload, written in zip((*names.ROLES, names.ROUTER), workloads, sums, strict=True)
-    ]
+def needs(workloads: Mapping[names.Component, Object]) -> dict[names.Component, Need]:
+    """What a pod of each StatefulSet or Deployment asks for."""
+    specs = {component: workload["spec"]["template"]["spec"] for component, workload in workloads.items()}
+    return {
+        component: Need(pod_requests(spec), tuple(spec.get("tolerations", ()))) for component, spec in specs.items()
+    }
 
 
-def _demand(component: names.Component, spec: Object, wanted: int, pods: Sequence[Object]) -> Demand:
-    requests = pod_requests(spec)
+def demands(
+    target: Target,
+    pods: Mapping[names.Component, Sequence[Object]],
+    needed: Mapping[names.Component, Need] | None = None,
+) -> list[Demand]:
+    """What the target needs beyond the nodes that its pods have already. `needed`: where it was worked out before."""
+    if needed is None:
+        built: dict[names.Component, Object] = {role: build_stateful_set(target, role) for role in names.ROLES}
+        needed = needs({**built, names.ROUTER: build_router(target)})
+    return [_demand(target, component, needed[component], pods.get(component, ())) for component in _COMPONENTS]
+
+
+def _demand(target: Target, component: names.Component, need: Need, pods: Sequence[Object]) -> Demand:
+    requests = need.requests
     alive = [pod for pod in pods if not _is_finished(pod) and "deletionTimestamp" not in pod["metadata"]]
     held = [pod for pod in alive if _node_of(pod) and _covers(pod_requests(pod["spec"]), requests)]
     # A rolling update of routers makes one more than is wanted.
     waiting = sum(1 for pod in alive if not _node_of(pod))
+    missing = max(target.pods(component) - len(held), waiting, 0)
     return Demand(
         component=component,
         requests=requests,
-        tolerations=spec.get("tolerations", ()),
+        tolerations=need.tolerations,
         held=held,
         own=frozenset(_uid(pod) for pod in pods),
-        missing=max(wanted - len(held), waiting, 0),
+        missing=missing,
+        memory=target.memory(component).explain() if missing and component != names.ROUTER else "",
     )
 
 

@@ -25,6 +25,13 @@ def stamp(child: Object) -> Object:
     return {**child, "metadata": {**meta, "annotations": annotations}}
 
 
+def unstamped(child: Object) -> Object:
+    """The child without its hash, to be changed and stamped again."""
+    annotations = {k: v for k, v in child["metadata"].get("annotations", {}).items() if k != names.APPLIED_HASH}
+    meta = {key: value for key, value in child["metadata"].items() if key != "annotations"}
+    return {**child, "metadata": {**meta, **({"annotations": annotations} if annotations else {})}}
+
+
 def applied_hash(child: Object) -> str | None:
     """What `stamp` left; None on an object that we never applied."""
     found: str | None = child["metadata"].get("annotations", {}).get(names.APPLIED_HASH)

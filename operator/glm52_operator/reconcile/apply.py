@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from glm52_operator import names
-from glm52_operator.desired.children import build
 from glm52_operator.desired.secret import build_internal_secret
 from glm52_operator.desired.target import Object, Target
-from glm52_operator.plan.changes import applied_hash, difference, repair, stamp, startable
+from glm52_operator.plan.changes import applied_hash, difference, repair, stamp, startable, unstamped
 from glm52_operator.plan.failures import Failure, classify, leaving, not_ours
 from glm52_operator.plan.ownership import Ownership, ownership
 from glm52_operator.plan.pods import is_pending
 from glm52_operator.reconcile.client import Api, ApiError
 from glm52_operator.reconcile.clock import Clock
 from glm52_operator.reconcile.kinds import BY_KIND, CHILDREN, POD, SECRET, Kind
-from glm52_operator.reconcile.store import Store
+from glm52_operator.reconcile.store import Store, version_of
+from glm52_operator.reconcile.wanted import Wanted
 
 log = logging.getLogger("glm52.apply")
 
@@ -58,31 +58,46 @@ class Applier:
     """uid of a deployment → when its Secret was last seen; a watch of Secrets would need the right to read them all."""
     _waiting: dict[str, float] = field(default_factory=dict)
     """uid of a deployment → since when there is a pod that does not run."""
-    _alike: dict[str, dict[tuple[str, str], tuple[str, str | None]]] = field(default_factory=dict)
+    _alike: dict[str, dict[tuple[str, str], tuple[int | None, str | None]]] = field(default_factory=dict)
     """uid of a deployment → child → its resource version and the hash of what is wanted, which were found to agree.
 
     Most children never change, and comparing them all was half of what a pass took.
     """
 
-    async def begin(self, target: Target) -> Applied:
+    async def begin(self, wanted: Wanted) -> Applied:
         """Apply what engine pods are made of, and nothing else: they take minutes where the rest takes seconds."""
-        desired = [stamp(child) for child in build(target) if child["kind"] == "StatefulSet"]
-        return await self._apply_all(target, desired, complete=False)
+        return await self._apply_all(wanted.target, [wanted.engines], complete=False)
 
-    async def apply(self, target: Target, *, complete: bool) -> Applied:
+    async def apply(self, wanted: Wanted, *, complete: bool) -> Applied:
         """Apply what differs. Workloads wait until everything that their pods mount is there.
 
         `complete`: all children were there for this specification, so a missing one was taken away.
         """
-        desired = [stamp(startable(child, self._known(child))) for child in build(target)]
-        applied = await self._apply_all(target, desired, complete=complete)
-        applied.failures += await self._prune(target, desired)
+        target = wanted.target
+        applied = await self._apply_all(target, self._in_order(wanted), complete=complete)
+        applied.failures += await self._prune(target, [*wanted.engines, *wanted.others])
         return applied
+
+    def _in_order(self, wanted: Wanted) -> Iterator[Sequence[Object]]:
+        """What a scale waits for comes first, and the rest is not even built before it is written.
+
+        A binding is refused before its role is there, a Deployment's pods before their service account.
+        """
+        yield wanted.engines
+        last = ("RoleBinding", "Deployment")
+        yield [child for child in wanted.others if child["kind"] not in last]
+        yield [self._startable(child) for child in wanted.others if child["kind"] in last]
+
+    def _startable(self, child: Object) -> Object:
+        if "paused" not in child.get("spec", {}):
+            return child
+        able = startable(child, self._known(child))
+        return child if able is child else stamp(unstamped(able))
 
     def is_new(self, target: Target) -> bool:
         """Nothing of it is there yet."""
         key = target.namespace, target.name
-        return not any(any(True for _ in self.store.owned(kind, key)) for kind in CHILDREN)
+        return not any(self.store.owned_names(kind, key) for kind in CHILDREN)
 
     def _known(self, child: Object) -> Object | None:
         meta = child["metadata"]
@@ -93,17 +108,28 @@ class Applier:
         self._waiting.pop(uid, None)
         self._alike.pop(uid, None)
 
-    async def _apply_all(self, target: Target, desired: list[Object], *, complete: bool) -> Applied:
-        applied = Applied([] if self._has_secret(target, desired) else await self._ensure_secret(target))
-        blocked = any(_blocks(failure, target) for failure in applied.failures)
-        for group in _in_order(desired):
+    async def _apply_all(self, target: Target, groups: Iterable[Sequence[Object]], *, complete: bool) -> Applied:
+        applied = Applied([])
+        asked = blocked = False
+        for group in groups:
+            if not asked and any(child["kind"] in _WORKLOADS for child in group):
+                asked = not self._has_secret(target, group)
+                applied.failures += await self._ensure_secret(target) if asked else []
+                blocked = any(_blocks(failure, target) for failure in applied.failures)
             wanted = [child for child in group if not (blocked and child["kind"] in _WORKLOADS)]
             # Each for itself, side by side: a chain of a dozen answers would be what a change takes.
-            work = [self._apply_child(target, child, complete=complete) for child in wanted]
+            work = [self._apply_child(target, child, complete=complete) for child in wanted if not self._agrees(child)]
             for done in await asyncio.gather(*work):
                 applied.failures += done.failures
                 applied.repaired += done.repaired
         return applied
+
+    def _agrees(self, child: Object) -> bool:
+        """Whether it was found to be as it is wanted, and nobody has written it since."""
+        meta = child["metadata"]
+        version = self.store.version(BY_KIND[child["kind"]], meta["namespace"], meta["name"])
+        found = self._alike.get(meta["ownerReferences"][0]["uid"], {}).get((child["kind"], meta["name"]))
+        return version is not None and found == (version, applied_hash(child))
 
     def _has_secret(self, target: Target, desired: Iterable[Object]) -> bool:
         """Whether the Secret was seen, and nothing is worth another look, which scaling would wait for.
@@ -119,8 +145,9 @@ class Applier:
         seen = self._secret_seen.get(target.uid)
         if seen is None:
             return False
-        sure = now - since < WAITING_SECONDS and not any(map(self._alters_pods, desired))
-        return now - seen < SECRET_RECHECK_SECONDS or sure
+        if now - seen < SECRET_RECHECK_SECONDS:
+            return True
+        return now - since < WAITING_SECONDS and not any(map(self._alters_pods, desired))
 
     def _alters_pods(self, child: Object) -> bool:
         if child["kind"] not in _WORKLOADS:
@@ -173,16 +200,15 @@ class Applier:
             if refused is not None:
                 applied.failures.append(refused)
                 return applied
-            found = (observed["metadata"].get("resourceVersion", ""), applied_hash(child))
-            alike = self._alike.setdefault(target.uid, {})
-            changed = difference(child, observed) if alike.get((kind.kind, name)) != found else None
+            changed = difference(child, observed)
             if changed is not None:
                 self.store.observe(kind, await self.api.apply(kind, child))
                 log.info("%s/%s: applied %s %s (%s)", target.namespace, target.name, kind.kind, name, changed)
                 fixed = repair(child, observed, changed, complete=complete)
                 applied.repaired += [fixed] if fixed else []
             else:
-                alike[kind.kind, name] = found
+                found = version_of(observed), applied_hash(child)
+                self._alike.setdefault(target.uid, {})[kind.kind, name] = found
                 self.store.observe(kind, observed)
         except ApiError as error:
             applied.failures.append(failure_of(error))
@@ -213,8 +239,9 @@ class Applier:
         wanted = {(child["kind"], child["metadata"]["name"]) for child in desired}
         failures = []
         for kind in CHILDREN:
-            for obj in list(self.store.owned(kind, (target.namespace, target.name))):
-                if (kind.kind, obj["metadata"]["name"]) in wanted or not _controlled(obj, target):
+            for name in self.store.owned_names(kind, (target.namespace, target.name)):
+                obj = None if (kind.kind, name) in wanted else self.store.get(kind, target.namespace, name)
+                if obj is None or not _controlled(obj, target):
                     continue
                 failure = await self._delete(target, kind, obj)
                 if failure is not None:
@@ -231,15 +258,6 @@ class Applier:
             return failure_of(error)
         log.info("%s/%s: deleted %s %s, no longer wanted", target.namespace, target.name, kind.kind, meta["name"])
         return None
-
-
-def _in_order(desired: list[Object]) -> Iterable[list[Object]]:
-    """What a scale waits for comes first.
-
-    A binding is refused before its role is there, a Deployment's pods before their service account.
-    """
-    steps = {"StatefulSet": 0, "RoleBinding": 2, "Deployment": 2}
-    return ([child for child in desired if steps.get(child["kind"], 1) == step] for step in range(3))
 
 
 def _refusal(observed: Object, target: Target, kind: str, name: str) -> Failure | None:

@@ -13,7 +13,7 @@ from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.capacity import demands
 from glm52_operator.plan.drains import Heard, Phase, askable
 from glm52_operator.plan.failures import Failure
-from glm52_operator.plan.resolve import Invalid, resolve
+from glm52_operator.plan.resolve import Invalid
 from glm52_operator.plan.restarts import actions
 from glm52_operator.plan.rollout import plan_for
 from glm52_operator.reconcile.apply import Applied, Applier, failure_of
@@ -26,6 +26,7 @@ from glm52_operator.reconcile.nodes import Nodes
 from glm52_operator.reconcile.restarts import Restarter
 from glm52_operator.reconcile.rollout import Rolled, Roller
 from glm52_operator.reconcile.store import Key, Store
+from glm52_operator.reconcile.wanted import Resolver, Wanted
 from glm52_operator.status.compute import Observed, compute, is_settled
 from glm52_operator.status.conditions import Verdict
 from glm52_operator.status.ends import Ends, replicas
@@ -68,6 +69,7 @@ class Reconciler:
     listener: Listener = field(default_factory=lambda: Listener(LoopClock(), _nobody))
     roller: Roller = field(init=False)
     restarter: Restarter = field(init=False)
+    _resolver: Resolver = field(init=False)
     _nodes: Nodes = field(init=False)
     _lacking: dict[tuple[Key, names.Component], float] = field(default_factory=dict)
     """Since when a workload has fewer pods than are wanted."""
@@ -75,6 +77,7 @@ class Reconciler:
     def __post_init__(self) -> None:
         self.roller = Roller(self.api, self.store, self.utcnow)
         self.restarter = Restarter(self.api, self.store)
+        self._resolver = Resolver(self.default_image)
         self._nodes = Nodes(self.api, self.applier.clock)
 
     async def reconcile(self, key: Key, attempt: int) -> Result:
@@ -85,20 +88,22 @@ class Reconciler:
             if resource is not None:
                 self.applier.forget(resource["metadata"]["uid"])
                 self.recorder.forget(resource["metadata"]["uid"])
+                self._resolver.forget(resource["metadata"]["uid"])
             self._told.pop(key, None)
             for component in names.ROLES:
                 self._lacking.pop((key, component), None)
             self.listener.follow(key, {})
             self.store.forget_departed(key, self.store.departed(key))
             return Result()
-        resolved = resolve(resource, self.default_image)
+        found = self._resolver.resolve(resource)
+        resolved = found.target if isinstance(found, Wanted) else found
         applied = Applied([])
-        if isinstance(resolved, Target):
-            if attempt == 0 and self.applier.is_new(resolved):
-                begun = await self.applier.begin(resolved)
+        if isinstance(found, Wanted):
+            if attempt == 0 and self.applier.is_new(found.target):
+                begun = await self.applier.begin(found)
                 if not begun.failures:
                     return Result(again=True)
-            applied = await self.applier.apply(resolved, complete=is_complete(resource))
+            applied = await self.applier.apply(found, complete=is_complete(resource))
             await self.recorder.record(resource, map(repaired, applied.repaired))
         failures = applied.failures
         held: dict[Role, str] = {}
@@ -116,7 +121,7 @@ class Reconciler:
         self._tell(key, failures)
         if failures and all(failure.transient for failure in failures) and attempt < QUIET_ATTEMPTS:
             return Result(failed=True)
-        observed = await self._observe(key, resolved, failures, held)
+        observed = await self._observe(key, found, failures, held)
         status = compute(resource, resolved, observed, ends, now=self.utcnow())
         written = await self._write_status(key, resource, status)
         if written and ends is not None:
@@ -146,14 +151,14 @@ class Reconciler:
         return pods
 
     async def _observe(
-        self, key: Key, resolved: Target | Invalid, failures: list[Failure], held: Mapping[Role, str]
+        self, key: Key, wanted: Wanted | Invalid, failures: list[Failure], held: Mapping[Role, str]
     ) -> Observed:
         workloads = {component: self._workload(key, component) for component in (*names.ROLES, names.ROUTER)}
         pods = self._pods(key)
         events: dict[names.Component, list[str]] = {}
         room = UNOBSERVED
-        if isinstance(resolved, Target):
-            room = await self._schedulable(resolved, pods)
+        if isinstance(wanted, Wanted):
+            room = await self._schedulable(wanted, pods)
             for component in names.ROLES:
                 workload = workloads[component]
                 if workload is not None and self._is_refused_pods(key, component, workload):
@@ -175,9 +180,9 @@ class Reconciler:
             return SETTLING
         return None if _rests(status, ends) and not lacking else SOON
 
-    async def _schedulable(self, target: Target, pods: dict[names.Component, list[Object]]) -> Verdict:
+    async def _schedulable(self, wanted: Wanted, pods: dict[names.Component, list[Object]]) -> Verdict:
         """The nodes are asked for only while a pod has none: at rest nothing is listed."""
-        demanded = demands(target, pods)
+        demanded = demands(wanted.target, pods, wanted.needs)
         missing = any(demand.missing for demand in demanded)
         return schedulable(demanded, await self._nodes.look() if missing else None)
 

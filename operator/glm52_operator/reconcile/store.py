@@ -59,6 +59,15 @@ class Store:
         known = self._objects.get(kind, {}).get((namespace, name))
         return known.unpack() if known is not None else None
 
+    def version(self, kind: Kind, namespace: str, name: str) -> int | None:
+        """Its resource version; None where it is not known, or no number."""
+        known = self._objects.get(kind, {}).get((namespace, name))
+        return known.version if known is not None else None
+
+    def owned_names(self, kind: Kind, owner: Key) -> list[str]:
+        """Names of the objects that `owned` gives."""
+        return sorted(name for _, name in self._by_owner.get((kind, owner), ()))
+
     def owned(self, kind: Kind, owner: Key) -> Iterator[Object]:
         """Objects of a kind that carry the labels of a deployment."""
         objects = self._objects.get(kind, {})

@@ -1,7 +1,8 @@
 """Decode past the wall of GPU memory: KV on the GPU, the same capped, and HiSparse in the capped one's memory.
 
     python -m bench.hisparse [--out docs/benchmarks]      one H200, 64 GiB of host memory, about 8 minutes
-    python -m bench.hisparse --size tiny --out DIR        the plain model on a CPU, seconds: whether it runs at all
+    python -m bench.hisparse --size short --out DIR       the same GPU, half a minute: whether it runs at all
+    python -m bench.hisparse --size tiny --out DIR        the plain model on a CPU, seconds: the same
 
 GPU: GLM-5.2's layer dimensions, 4 layers of which the first has an indexer (21 of the real 78 have), 32 experts,
 bfloat16. Whole engines (rank thread, event loop, a consumer for each request, launch-ahead) on one host pool; prompts'
@@ -65,6 +66,10 @@ SIZES = {
     "full": Size(
         block=64, seats=128, hot_rows=4096, pool_tokens=64 * 131_072, output=256, rounds=2,
         cases=((8192, (1, 4, 32, 128)), (32_768, (1, 4, 32, 128)), (131_072, (1, 4, 16, 64))), overlaps=(0.5, 0.8),
+    ),
+    "short": Size(
+        block=64, seats=32, hot_rows=4096, pool_tokens=32 * 16_384, output=64, rounds=1,
+        cases=((16_384, (1, 32)),), overlaps=(),
     ),
     "tiny": Size(
         block=16, seats=6, hot_rows=64, pool_tokens=6 * 512, output=24, rounds=2,

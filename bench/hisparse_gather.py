@@ -141,10 +141,10 @@ class Steps:
         self.own = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
         self.active = torch.full((), batch, dtype=torch.int32, device="cuda")
 
-    def graph(self, compute: Callable[[], None] | None) -> torch.cuda.CUDAGraph:
+    def graph(self, compute: Callable[[], None] | None, *, layers: int = LAYERS) -> torch.cuda.CUDAGraph:
         def run() -> None:
             self.step.begin(self.seats, self.own, self.active)
-            for layer in range(LAYERS):
+            for layer in range(layers):
                 self.step.fetch(layer, self.selected)
                 if compute is not None:
                     compute()
@@ -169,12 +169,22 @@ class Steps:
 
 
 def overlap(host: HostRows, new: float, compute: Callable[[], None]) -> dict[str, Any]:
-    """What fetching costs a group of layers, alone and beside its compute."""
-    pool = HotPool(host, [range(LAYERS)], seats=SEATS, top_k=TOP_K, rows=2 * TOP_K, device="cuda")
+    """What fetching costs a group of layers, alone and beside its compute.
+
+    A full layer waits for its own rows, which no compute of the group can hide: `hidden` is of the shared layers' rows,
+    `hidden_of_all` of all.
+    """
+    pool, single = (
+        HotPool(host, [range(layers)], seats=SEATS, top_k=TOP_K, rows=2 * TOP_K, device="cuda")
+        for layers in (LAYERS, 1)
+    )
     steps = Steps(pool, SEATS)
     alone, beside = steps.graph(None), steps.graph(compute)
     count = 15
     slots = Selections(host, new, 2 * count).slots
+    first = Steps(single, SEATS)
+    own = first.graph(None, layers=1)
+    own_cost = first.median(own, slots[:count]) - first.median(own, slots[count - 1 : count].expand(8, -1, -1))
     idle = steps.median(alone, slots[:1].expand(8, -1, -1))
     bare = steps.median(beside, slots[:1].expand(8, -1, -1))
     before = pool.counters()
@@ -182,16 +192,19 @@ def overlap(host: HostRows, new: float, compute: Callable[[], None]) -> dict[str
     after = pool.counters()
     both = steps.median(beside, slots[count:])
     misses = (after["misses"] - before["misses"]) / count / SEATS
-    cost = fetched - idle
+    cost, more = fetched - idle, max(0.0, both - bare)
+    enough = cost > 0.02
     return {
         "new": new,
         "misses_per_row": round(misses, 1),
         "resolve_us": round(idle * 1e3, 1),
         "fetch_us": round(cost * 1e3, 1),
-        "gb_s": round(misses * SEATS * LAYERS * host.row_bytes / cost / 1e6, 1) if cost > 0.02 else None,
+        "own_us": round(own_cost * 1e3, 1),
+        "gb_s": round(misses * SEATS * LAYERS * host.row_bytes / cost / 1e6, 1) if enough else None,
         "compute_us": round(bare * 1e3, 1),
         "with_fetch_us": round(both * 1e3, 1),
-        "hidden": round(1 - max(0.0, both - bare) / cost, 3) if cost > 0.02 else None,
+        "hidden": round(1 - max(0.0, more - own_cost) / (cost - own_cost), 3) if enough else None,
+        "hidden_of_all": round(1 - more / cost, 3) if enough else None,
     }
 
 
@@ -268,7 +281,7 @@ def reach(
         found.append(reached(f"gather of {count} rows of 1,152 bytes", value, "GB/s", target, value >= target))
     for row in hidden:
         if row["hidden"] is not None and row["new"] <= 0.2:
-            name = f"fetches hidden at batch {SEATS}, {row['kv']}, {row['new']:.1%} new"
+            name = f"shared layers' fetches hidden at batch {SEATS}, {row['kv']}, {row['new']:.1%} new"
             found.append(reached(name, row["hidden"], "", 0.9, row["hidden"] >= 0.9))
     for row in pins[:2]:
         found.append(reached(f"pinning, {row['how']}", row["s_gib"], "s/GiB", 0.1, row["s_gib"] <= 0.1))

@@ -139,6 +139,11 @@ def resolve(
     )  # fmt: skip
 
 
+_ALONE, _BESIDE = (132, 1024, 8), (6, 2048, 32)
+"""Programs, chunks a turn and warps, measured on an H200. Kernels that run beside leave no room on a multiprocessor, so
+few must do; what keeps the link busy is the bytes under way, and they are as many with few and large programs."""
+
+
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _gather(
     slots, rows, count, host, hot, counters, block_chunks, layer_chunks, hot_chunks,
@@ -183,13 +188,40 @@ def gather(
     """
     if not layers:
         return
-    # Measured on an H200. The link is full with few programs; more would keep other kernels from the multiprocessors.
-    programs, block, warps = programs or (24 if beside else 132), block or 512, warps or (4 if beside else 8)
+    usual = _BESIDE if beside else _ALONE
+    programs, block, warps = programs or usual[0], block or usual[1], warps or usual[2]
     most = triton.cdiv(len(plan.slots) * host.row_bytes, block * 16)
     _gather[(min(programs, most), len(layers))](
         plan.slots, plan.rows, plan.count[group:], *_rows(host, hot, layers), residency.counters,
         *_chunks(host, hot), BLOCK_SIZE=host.block_size, WORDS=host.row_bytes // WORD, BC=block, UNWRITTEN=_POISON_WORD,
         FETCHED=COUNTERS.index("fetched"), DEBUG=debug, num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy_blocks(ids, source, into, source_chunks, into_chunks, CHUNKS: tl.constexpr, BC: tl.constexpr):
+    block = tl.load(ids + tl.program_id(0))
+    source += block * source_chunks * 4
+    into += block * into_chunks * 4
+    word = tl.arange(0, 4)
+    for start in range(0, CHUNKS, BC):
+        chunk = start + tl.arange(0, BC)
+        there = (chunk < CHUNKS)[:, None]
+        at = chunk[:, None] * 4 + word[None, :]
+        tl.store(into + at, tl.load(source + at, there, other=0), there)
+
+
+def copy_blocks(ids: torch.Tensor, source: torch.Tensor, into: torch.Tensor) -> None:
+    """See `residency.copy_blocks`; ids on the GPU, host memory pinned, width and strides multiples of 16 bytes.
+
+    A launch for all blocks: copies of single ones cost the host more than a long context's take.
+    """
+    count, width = len(ids), source.shape[1]
+    if not count or not width:
+        return
+    _copy_blocks[(count,)](
+        ids, source.view(torch.int32), into.view(torch.int32), source.stride(0) // 16, into.stride(0) // 16,
+        CHUNKS=width // 16, BC=512, num_warps=8,
     )  # fmt: skip
 
 

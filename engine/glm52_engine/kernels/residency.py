@@ -247,3 +247,8 @@ def write_back(
         rows = hot[layer][plan.newest.clamp(min=0).long()].to(host.tensor.device)
         # Slot 0 is somebody's: padding rows must not even write back what they have read there.
         host.layer(layer)[at[0][there], at[1][there]] = rows[there]
+
+
+def copy_blocks(ids: torch.Tensor, source: torch.Tensor, into: torch.Tensor) -> None:
+    """Bytes of whole blocks between host and device; ids int64 [N]; uint8 [blocks, W] and [blocks, at least W]."""
+    into[ids.to(into.device), : source.shape[1]] = source[ids.to(source.device)].to(into.device)

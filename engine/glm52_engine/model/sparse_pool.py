@@ -50,14 +50,26 @@ class SparsePool:
         self.keys = block_views(only_keys, self._keys)[1]
         first = layout.layers * layout.block_size * layout.mla_row_bytes
         self._host_keys = pool.tensor[:, first : first + layout.block_size * only_keys.token_bytes]
+        self._copied = torch.cuda.Event() if self._keys.is_cuda else None
 
     def begin(self, seat: int, blocks: Sequence[int], *, arrived: int) -> None:
         """A sequence takes the seat and the blocks; the KV of its first `arrived` tokens is in the host pool."""
         self.hot.assign(seat, blocks, arrived=arrived)
+        ids = torch.tensor(blocks[: -(-arrived // self.block_size)], dtype=torch.int64)
+        self.hot.form.copy_blocks(ids.to(self._keys.device), self._host_keys, self._keys)
+
+    def to_host(self, blocks: Sequence[int]) -> None:
+        """Enqueue copies of the blocks' index keys to host memory; the MLA rows are there."""
+        ids = torch.tensor(blocks, dtype=torch.int64)
         width = self._host_keys.shape[1]
-        for block in blocks[: -(-arrived // self.block_size)]:
-            # Block by block: a copy of several would be one with gaps, which PyTorch closes on the host first.
-            self._keys[block, :width].copy_(self._host_keys[block], non_blocking=True)
+        self.hot.form.copy_blocks(ids.to(self._keys.device), self._keys[:, :width], self._host_keys)
+        if self._copied is not None:
+            self._copied.record()
+
+    def settle(self) -> None:
+        """Wait until what was enqueued by `to_host` is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 def _only_keys(layout: KvLayout) -> KvLayout:

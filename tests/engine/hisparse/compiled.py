@@ -32,6 +32,7 @@ KERNELS: list[tuple[Any, str, dict[str, Any], int]] = [
         {"BLOCK_SIZE": 64, "WORDS": 288, "BC": 512, "UNWRITTEN": -POISON, "FETCHED": 3, "DEBUG": True},
         8,
     ),
+    (hisparse._copy_blocks, "*i64 *i32 *i32 i32 i32", {"CHUNKS": 1024, "BC": 512}, 8),
     (hisparse._write_back, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", {"BLOCK_SIZE": 64, "WORDS": 288, "BW": 512}, 2),
 ]
 """Kernel, types of what it is given at run time, what it is compiled with, warps; all in the sizes of GLM-5.2."""

@@ -24,5 +24,6 @@ def test_the_kernels_compile_for_a_hopper_card_and_their_threads_wait_for_each_o
         ("_begin_whole", []),
         ("_resolve", []),
         ("_gather", []),
+        ("_copy_blocks", []),
         ("_write_back", []),
     ]

@@ -171,3 +171,24 @@ def test_plans_at_the_models_size(device: str) -> None:
         assert torch.equal(worlds[0].plan.resident[:2], worlds[1].plan.resident[:2])
         for seat in (0, 1):
             assert worlds[0].order(seat) == worlds[1].order(seat)
+
+
+@pytest.mark.parametrize("width", [16, 8208])
+def test_blocks_are_copied_both_ways(form: ModuleType, device: str, width: int) -> None:
+    host = torch.randint(0, 255, (9, 48 + width), dtype=torch.uint8)
+    host = host.pin_memory() if device == "cuda" else host
+    there = torch.zeros(9, width + 16, dtype=torch.uint8, device=device)
+    ids = torch.tensor([7, 0, 3], device=device)
+    part = host[:, 32 : 32 + width]
+    form.copy_blocks(ids, part, there)
+    wanted = torch.zeros(9, width + 16, dtype=torch.uint8)
+    wanted[[7, 0, 3], :width] = part[[7, 0, 3]]
+    assert torch.equal(there.cpu(), wanted)
+    before = host.clone()
+    there += 1
+    form.copy_blocks(ids[:1], there[:, :width], part)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    before[7, 32 : 32 + width] += 1
+    assert torch.equal(host, before)
+    form.copy_blocks(ids[:0], part, there)

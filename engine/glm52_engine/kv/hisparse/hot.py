@@ -130,10 +130,11 @@ class HotPool:
         if end <= first:
             return
         size = self.host.block_size
-        at = torch.arange(first, end)
+        at = torch.arange(first, end, device=self.device)
 
         def numbers(of: Sequence[int]) -> torch.Tensor:
-            return (torch.tensor(of)[at // size] * size + at % size).int().to(self.device)
+            known = torch.tensor(of, dtype=torch.int64).to(self.device)
+            return (known[at // size] * size + at % size).int()
 
         plan = Plan.empty(batch=0, top_k=0, groups=1, device=self.device)
         plan = dataclasses.replace(plan, slots=numbers(self._blocks[seat]), rows=numbers(self._books.of(seat)))

@@ -47,7 +47,7 @@ def role(name: str, role: Component) -> str:
 
 
 def hosts(name: str, role: Role) -> str:
-    """Headless Service that gives every pod of a role a stable DNS name, ready or not."""
+    """Headless Service that gives every host of a replica of several a stable DNS name, ready or not."""
     return f"{name}-{role}-hosts"
 
 

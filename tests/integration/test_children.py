@@ -78,8 +78,7 @@ def test_every_child_is_there_and_owned(kube: Kubectl, idle: str) -> None:
         "Deployment/idle-router",
         "StatefulSet/idle-prefill",
         "StatefulSet/idle-decode",
-        *(f"Service/idle-{suffix}" for suffix in ("prefill", "decode", "router", "prefill-hosts", "decode-hosts")),
-        *(f"PodDisruptionBudget/idle-{role}" for role in ("prefill", "decode", "router")),
+        *(f"Service/idle-{suffix}" for suffix in ("prefill", "decode", "router")),
     }
     mine = kube.get("glm52", idle)
     assert mine is not None
@@ -106,20 +105,33 @@ def test_the_users_object_gets_neither_finalizer_nor_annotation(kube: Kubectl, i
         pytest.param(
             "service", "idle-router", {"metadata": {"labels": {"glm52.dev/name": None}}}, ".metadata.labels", id="label"
         ),
-        pytest.param(
-            "poddisruptionbudget", "idle-decode", {"spec": {"maxUnavailable": 0}}, ".spec.maxUnavailable", id="budget"
-        ),
     ],
 )
 def test_what_somebody_edits_is_put_back(
     kube: Kubectl, idle: str, kind: str, name: str, change: Object, seen: str
 ) -> None:
+    put_back(kube, kind, name, change, seen)
+
+
+def put_back(kube: Kubectl, kind: str, name: str, change: Object, seen: str) -> None:
     def value() -> str:
         return kube("get", kind, name, "-o", f"jsonpath={{{seen}}}").stdout
 
     before = value()
     patch(kube, kind, name, change)
     until(f"{kind} {name} {seen} is {before} again", lambda: value() == before, timeout=30, last=value)
+
+
+def test_a_budget_comes_with_the_second_pod_and_goes_with_it(kube: Kubectl) -> None:
+    kube.apply(deployment("guarded"))
+    reason(kube, "guarded", "Progressing", "Complete")
+    assert "PodDisruptionBudget/guarded-decode" not in children(kube, "guarded")
+    kube("scale", "glm52", "guarded", "--replicas=2")
+    until("the budget is there", lambda: kube.get("poddisruptionbudget", "guarded-decode"), timeout=30)
+    put_back(kube, "poddisruptionbudget", "guarded-decode", {"spec": {"maxUnavailable": 0}}, ".spec.maxUnavailable")
+    kube("scale", "glm52", "guarded", "--replicas=0")
+    until("the budget is gone", lambda: not kube.get("poddisruptionbudget", "guarded-decode"), timeout=30)
+    kube("delete", "glm52", "guarded")
 
 
 @pytest.mark.parametrize("child", ["service/idle-decode", "statefulset/idle-prefill"])

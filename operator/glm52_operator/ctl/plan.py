@@ -48,6 +48,7 @@ def _head(target: Target, where: str) -> list[str]:
     hosts = [
         [role, f"{names.role(target.name, role)}-0.{names.hosts(target.name, role)}.{target.namespace}.svc"]
         for role in names.ROLES
+        if target.hosts(role) > 1
     ]
     rows = [
         ["model", f"{model.name}: {source}, at most {model.max_model_len} tokens a request"],

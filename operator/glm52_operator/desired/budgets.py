@@ -6,7 +6,13 @@ from glm52_operator import names
 from glm52_operator.desired.target import Object, Target, child, role_labels
 
 
-def build_budget(target: Target, component: names.Component) -> Object:
+def build_budgets(target: Target) -> list[Object]:
+    """For components of more pods than may be missing: of the others a budget would let every pod go."""
+    components: tuple[names.Component, ...] = (*names.ROLES, names.ROUTER)
+    return [_budget(target, each) for each in components if target.pods(each) > target.disruptable(each)]
+
+
+def _budget(target: Target, component: names.Component) -> Object:
     return child(
         target,
         "policy/v1",

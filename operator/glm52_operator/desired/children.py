@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from glm52_operator import names
 from glm52_operator.desired.access import build_role, build_role_binding, build_service_account
-from glm52_operator.desired.budgets import build_budget
+from glm52_operator.desired.budgets import build_budgets
 from glm52_operator.desired.engines import build_stateful_set
 from glm52_operator.desired.router import build_router
-from glm52_operator.desired.services import build_hosts_service, build_role_service, build_router_service
+from glm52_operator.desired.services import build_hosts_services, build_role_service, build_router_service
 from glm52_operator.desired.store import build_store
 from glm52_operator.desired.target import Object, Target
 
@@ -32,7 +32,7 @@ def _before(target: Target) -> list[Object]:
         build_service_account(target),
         build_role(target),
         build_role_binding(target),
-        *(build_hosts_service(target, role) for role in names.ROLES),
+        *build_hosts_services(target),
         *(build_role_service(target, role) for role in names.ROLES),
         build_router_service(target),
         *build_store(target),
@@ -40,7 +40,4 @@ def _before(target: Target) -> list[Object]:
 
 
 def _after(target: Target) -> list[Object]:
-    return [
-        build_router(target),
-        *(build_budget(target, component) for component in (*names.ROLES, names.ROUTER)),
-    ]
+    return [build_router(target), *build_budgets(target)]

@@ -1,4 +1,4 @@
-"""Services: per role one for traffic (ready pods only) and one for stable host names; one in front of the routers."""
+"""Services: one for the traffic of each role (ready pods only), one for the names of several hosts, one of routers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ def build_role_service(target: Target, role: Role) -> Object:
     )
 
 
-def build_hosts_service(target: Target, role: Role) -> Object:
+def build_hosts_services(target: Target) -> list[Object]:
+    """For roles whose replicas have several hosts; nobody asks for the name of a single one."""
+    return [_hosts_service(target, role) for role in names.ROLES if target.hosts(role) > 1]
+
+
+def _hosts_service(target: Target, role: Role) -> Object:
     """Governs the StatefulSet: pods find each other before they are ready."""
     return child(
         target,

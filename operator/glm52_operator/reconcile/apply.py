@@ -15,6 +15,7 @@ from glm52_operator.plan.changes import applied_hash, difference, repair, stamp,
 from glm52_operator.plan.failures import Failure, classify, leaving, not_ours
 from glm52_operator.plan.ownership import Ownership, ownership
 from glm52_operator.plan.pods import is_pending
+from glm52_operator.plan.pruning import is_used
 from glm52_operator.reconcile.client import Api, ApiError
 from glm52_operator.reconcile.clock import Clock
 from glm52_operator.reconcile.kinds import BY_KIND, CHILDREN, POD, SECRET, Kind
@@ -241,12 +242,15 @@ class Applier:
         for kind in CHILDREN:
             for name in self.store.owned_names(kind, (target.namespace, target.name)):
                 obj = None if (kind.kind, name) in wanted else self.store.get(kind, target.namespace, name)
-                if obj is None or not _controlled(obj, target):
+                if obj is None or not _controlled(obj, target) or self._is_used(target, obj):
                     continue
                 failure = await self._delete(target, kind, obj)
                 if failure is not None:
                     failures.append(failure)
         return failures
+
+    def _is_used(self, target: Target, obj: Object) -> bool:
+        return is_used(obj, target, self.store.owned(POD, (target.namespace, target.name)))
 
     async def _delete(self, target: Target, kind: Kind, obj: Object) -> Failure | None:
         meta = obj["metadata"]

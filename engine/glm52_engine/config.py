@@ -120,7 +120,11 @@ class RoleConfig(_Strict):
     hi_sparse: HiSparseConfig | None = Field(
         default=None, description="Absent: whole contexts lie where attention reads them. For decode only."
     )
-    store: StoreConfig | None = Field(default=None, description="Absent: prefixes are shared within a pod only.")
+    store: StoreConfig | None = Field(
+        default=None,
+        description="Absent: prefixes are shared within a pod only. Decode gives to it what it has computed, and takes "
+        "nothing out.",
+    )
 
 
 NET_DEVICES_PATTERN = r"^(auto|[A-Za-z0-9_.-]+(:[0-9]+)?(,[A-Za-z0-9_.-]+(:[0-9]+)?)*)$"
@@ -198,13 +202,6 @@ class EngineConfig(_Strict):
     def _without_hot_buffers(cls, role: RoleConfig | None) -> RoleConfig | None:
         if role is not None and role.hi_sparse is not None:
             raise ValueError("hi_sparse is for decode: every row of a prompt selects other tokens")
-        return role
-
-    @field_validator("decode")
-    @classmethod
-    def _without_store(cls, role: RoleConfig | None) -> RoleConfig | None:
-        if role is not None and role.store is not None:
-            raise ValueError("store is for prefill: decode computes no prompt, so that it could share none")
         return role
 
     def role(self, role: Role) -> RoleConfig:

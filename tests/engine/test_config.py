@@ -117,14 +117,13 @@ def test_every_outcome_has_its_own_exit_code() -> None:
     assert EXIT_CODES[Outcome.DRAINED] == 0
 
 
-def test_a_store_is_for_prefill() -> None:
+def test_either_role_may_have_a_part_of_the_store() -> None:
     store = StoreConfig(master="chat-store.ns.svc:50051", store_gib=1)
     role = RoleConfig(ranks_per_host=1, host_pool_gib=1, max_num_seqs=1, store=store)
     model = ModelConfig(name="m", path="/models/x", max_model_len=16, weights_gib=1)
     drain = DrainConfig(window_seconds=1)
     assert EngineConfig(model=model, prefill=role, drain=drain).role("prefill").store == store
-    with pytest.raises(ValidationError, match="store is for prefill"):
-        EngineConfig(model=model, decode=role, drain=drain)
+    assert EngineConfig(model=model, decode=role, drain=drain).role("decode").store == store
     for wrong in ("chat-store", "chat-store:", ":50051", "a b:1", "a:1:2"):
         with pytest.raises(ValidationError, match="master"):
             StoreConfig(master=wrong, store_gib=1)

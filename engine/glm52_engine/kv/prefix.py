@@ -16,9 +16,19 @@ def prefix_keys(tokens: Sequence[int], block_size: int, salt: bytes) -> tuple[by
     A key therefore names the whole prefix up to the block's end, and the salt. 256 bits, since the tokens are the
     clients': nobody must be able to make two prompts with one key, or one would be answered from the other's KV.
     """
+    return prefix_chain(tokens, block_size, salt)[1:]
+
+
+def prefix_chain(tokens: Sequence[int], block_size: int, salt: bytes) -> tuple[bytes, ...]:
+    """The same behind what stands for the key before the first block: `following_keys` goes on from the last one."""
+    root = hashlib.blake2b(salt, digest_size=KEY_BYTES, person=b"salt").digest()
+    return (root, *following_keys(root, tokens, block_size))
+
+
+def following_keys(key: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, ...]:
+    """The like for `tokens` that stand behind the block with that key."""
     ids = memoryview(array("Q", tokens).tobytes())
     width = block_size * _TOKEN_BYTES
-    key = hashlib.blake2b(salt, digest_size=KEY_BYTES, person=b"salt").digest()
     keys = []
     for end in range(width, len(ids) + 1, width):
         digest = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"block")

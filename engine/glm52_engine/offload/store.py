@@ -96,6 +96,11 @@ class PrefixStore:
                 thread.join()
         self.link.close()
 
+    @property
+    def room(self) -> int:
+        with self._lock:
+            return self._most_queued - self._queued
+
     def find(self, keys: Sequence[bytes], done: Callable[[int], None], *, within: float) -> None:
         deadline = time.monotonic() + within
 
@@ -128,9 +133,7 @@ class PrefixStore:
         return fetch
 
     def save(self, pool: Any, blocks: Sequence[int], keys: Sequence[bytes], done: Callable[[int], None]) -> bool:
-        with self._lock:
-            room = self._queued + len(keys) <= self._most_queued
-        if not (room and self.counters.up):
+        if not (len(keys) <= self.room and self.counters.up):
             self.counters.blocks_dropped += len(keys)
             return False
 

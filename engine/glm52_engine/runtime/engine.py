@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import operator
 import secrets
 import time
@@ -16,12 +15,12 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from glm52_engine.kv import prefix_keys
+from glm52_engine.kv import prefix_chain, prefix_keys
 from glm52_engine.runtime.executor import Executor
 from glm52_engine.runtime.ledger import Ledger
 from glm52_engine.runtime.rank import AnyRank, Event, Rank, Running, StepLimits
 from glm52_engine.runtime.record import EngineStopped, Record
-from glm52_engine.runtime.requests import check_request
+from glm52_engine.runtime.requests import check_request, salt_of
 from glm52_engine.runtime.sharing import Sharing
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.stream import TokenStream
@@ -100,8 +99,9 @@ class LocalEngine:
 
     async def reserve(self, request: Request) -> Blocks:
         stored = len(request.prompt) + request.sampling.max_tokens
-        await _aside(request, lambda: check_request(request, self._limits, stored_tokens=stored))
+        chain = await _aside(request, lambda: self._continuable(request, stored))
         record = self._submit(request, prefill=False, stored_tokens=stored)
+        record.chain = chain
         result = await self._outcome(record)
         assert isinstance(result, Blocks)
         return result
@@ -110,6 +110,8 @@ class LocalEngine:
         record = self._ledger.by_id.get(request.id)
         if record is None or record.prefill or record.state != "held" or record.blocks != blocks:
             raise ValueError(f"{request.id}: decode needs the blocks that reserve gave to this request, once")
+        if record.chain and request.cache_salt != record.request.cache_salt:
+            record.chain = self._continuable(request, len(request.prompt))
         assert record.grant is not None
         stream = TokenStream(lambda: self._close(record), first)
         record.stream_ref = weakref.ref(stream)
@@ -119,6 +121,7 @@ class LocalEngine:
             self._admit()
             return stream
         record.state = "decoding"
+        record.output = [first.id] if record.chain else None
         self._start(record, computed=len(request.prompt), last=first)
         return stream
 
@@ -200,8 +203,13 @@ class LocalEngine:
         check_request(request, self._limits, stored_tokens=len(request.prompt))
         if not self._prefix_cache:
             return ()
-        salt = json.dumps([self.layout, request.cache_salt], sort_keys=True).encode()
-        return prefix_keys(request.prompt, self._limits.block_size, salt)
+        return prefix_keys(request.prompt, self._limits.block_size, salt_of(request, self.layout))
+
+    def _continuable(self, request: Request, stored_tokens: int) -> tuple[bytes, ...]:
+        """The chain of a prompt that can be continued, if its KV is to be saved at the end; raises RequestError."""
+        check_request(request, self._limits, stored_tokens=stored_tokens)
+        salt = salt_of(request, self.layout)
+        return () if self._sharing is None else prefix_chain(request.prompt, self._limits.block_size, salt)
 
     def _submit(
         self,
@@ -283,6 +291,7 @@ class LocalEngine:
                 arrived=computed if record.fetched else 0,
                 last=last,
                 constraint=request.constraint,
+                kept=record.output is not None,
             )
         )
 
@@ -303,6 +312,7 @@ class LocalEngine:
                 continue
             if event.token is not None and record.stream is not None:
                 record.stream.put(event.token)
+            record.note(event.token)
             if event.ended:
                 self._ended(record, event)
             elif event.token is None:
@@ -326,6 +336,8 @@ class LocalEngine:
             if self._sharing is not None and record.prefill:
                 # Not before the end: until then a device may not have copied the blocks out.
                 self._sharing.save(record, record.prefix[: event.computed // self._limits.block_size])
+            elif self._sharing is not None and record.output is not None and event.computed:
+                self._sharing.save_conversation(record)
         if record.prefill and token is not None and not record.closing:
             record.state = "held"
             self._ledger.admission.leave_seat(record.key)

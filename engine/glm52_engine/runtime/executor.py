@@ -63,7 +63,8 @@ class Executor(Protocol):
         ...
 
     def keep(self, spans: Sequence[Span]) -> None:
-        """The KV that the last step wrote for these spans has to be in `pool`; it is there after `settle`."""
+        """The KV that the last step wrote for these spans has to be in `pool`; it is there after `settle`. So is all
+        that was there or written before in the spans' blocks."""
         ...
 
     def settle(self) -> None: ...

@@ -37,7 +37,8 @@ class Running:
     """A request on a rank. `computed`: prompt tokens with KV; `last`: the newest token, not yet in the cache.
 
     `arrived`: where a prompt is computed, tokens at its start that came into the pool from outside, and what is before
-    them. Where one is only continued, all of it did.
+    them. Where one is only continued, all of it did. `kept`: the KV of full blocks of the output, too, has to be in the
+    host's pool when it ends.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Running:
     constraint: Matcher | None = None
     ended: bool = False
     arrived: int = 0
+    kept: bool = False
 
     @property
     def next_index(self) -> int:
@@ -93,11 +95,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step under way. `rows`: whose logits it gives, in their order; `prompts`: what it computes of which prompt."""
+    """A step under way. `rows`: whose logits it gives, in their order; `prompts`: what it computes of which prompt;
+    `lengths`: of the rows' contexts after it."""
 
     rows: list[Running]
     prompts: list[tuple[Running, Span]]
     work: Work
+    lengths: list[int]
 
 
 @dataclass(slots=True)
@@ -239,7 +243,8 @@ class Rank:
                 return
             flight = self._launch(self._plan())
         if self._launch_ahead and self._may_lease(flight):
-            self._ahead = Flight(flight.rows, [], self._executor.relaunch())
+            self._ahead = Flight(flight.rows, [], self._executor.relaunch(), [length + 1 for length in flight.lengths])
+            self._keep_full(self._ahead)
             self.counters.steps_ahead += 1
         self._finish(flight)
 
@@ -275,7 +280,21 @@ class Rank:
         work = self._executor.launch([span for _, span in spans])
         prompts = [(s, span) for s, span in spans if s.computed < len(s.prompt)]
         self._executor.keep([span for s, span in prompts if s.prefill_only])
-        return Flight([s for s, span in spans if span.wants_logits], prompts, work)
+        wanted = [(s, span) for s, span in spans if span.wants_logits]
+        flight = Flight([s for s, _ in wanted], prompts, work, [span.end for _, span in wanted])
+        self._keep_full(flight)
+        return flight
+
+    def _keep_full(self, flight: Flight) -> None:
+        """Block by block while it computes: at a sequence's end there is nothing left to wait for."""
+        full = [
+            # Which token it is does not matter, and of a step ahead only the device knows.
+            Span(s.seat, length - 1, (0,), True)
+            for s, length in zip(flight.rows, flight.lengths, strict=True)
+            if s.kept and length % self._block_size == 0
+        ]
+        if full:
+            self._executor.keep(full)
 
     def _may_lease(self, flight: Flight) -> bool:
         # A step with rows of a prompt is none that could follow itself.
@@ -290,14 +309,14 @@ class Rank:
             self.counters.prompt_tokens_computed += len(span.tokens)
         left = [s for s in flight.rows if s.ended]
         tokens = self._tokens(flight)
-        if any(s.prefill_only for s in flight.rows):
-            self._executor.settle()
         # Counted before its tokens are reported: whoever has a token may read the counters and must find its step.
         self.counters.steps += 1
         self.counters.tokens_generated += sum(map(len, tokens.values()))
         news = [Event(s.key, None, False, s.computed) for s, _ in flight.prompts if s.computed < len(s.prompt)]
         news += [self._told(s, *tokens[s.seat]) for s in flight.rows if not s.ended]
         news += [Event(s.key, None, True, s.computed) for s in left]
+        if any(s.ended and (s.prefill_only or s.kept) for s in (left if self._ahead else flight.rows)):
+            self._executor.settle()
         self._post(news)
         self._waiting_since = time.monotonic()
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from glm52_engine.runtime.stored import Fetch
 from glm52_engine.runtime.stream import TokenStream
-from glm52_engine.runtime.types import Blocks, Prefilled, Request
+from glm52_engine.runtime.types import Blocks, Prefilled, Request, Token
 from glm52_engine.schedule import Grant
 
 State = Literal["waiting", "fetching", "computing", "held", "decoding"]
@@ -25,6 +25,9 @@ class Record:
 
     `stored`: leading blocks that the store had when it was asked; `fetched`: blocks that came from there, behind those
     that the grant says are cached.
+
+    Of a decode whose KV goes to the store: `chain`, the key before the prompt's first block and those of its full
+    blocks; `output`, its tokens so far.
     """
 
     key: str
@@ -40,6 +43,8 @@ class Record:
     fetched: int = 0
     fetch: Fetch | None = None
     closing: bool = False
+    chain: tuple[bytes, ...] = ()
+    output: list[int] | None = None
     stream_ref: weakref.ref[TokenStream] | None = None
 
     @property
@@ -57,6 +62,14 @@ class Record:
     def stream(self) -> TokenStream | None:
         """None also when the consumer dropped it: holding it here would keep a dropped one alive, and its blocks."""
         return None if self.stream_ref is None else self.stream_ref()
+
+    def note(self, token: Token | None) -> None:
+        """Keeps the output of a decode whose KV goes to the store."""
+        if self.output is not None and token is not None:
+            self.output.append(token.id)
+            if token.finish == "error":
+                # Logits that are no numbers come from KV that is none. The end may be told after the token.
+                self.output = None
 
     def resolve(self, result: Prefilled | Blocks) -> None:
         if not self.done.done():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 
 from glm52_engine.runtime.types import Request, RequestError, Sampling
 from glm52_engine.schedule import Limits, blocks_for
@@ -31,6 +33,11 @@ def check_request(request: Request, limits: Limits, *, stored_tokens: int) -> No
         raise RequestError(
             f"{stored_tokens} tokens need {needed} blocks of {limits.block_size}; a rank has {limits.blocks}"
         )
+
+
+def salt_of(request: Request, layout: Mapping[str, str | int]) -> bytes:
+    """What requests must have in common, beside their tokens, to share KV."""
+    return json.dumps([layout, request.cache_salt], sort_keys=True).encode()
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from glm52_engine.kv import following_keys
 from glm52_engine.runtime.record import Record
 from glm52_engine.runtime.stored import BlockStore
 from glm52_engine.runtime.types import KvPool
@@ -55,11 +56,16 @@ class Sharing:
         done = _to(asyncio.get_running_loop(), fetched)
         record.fetch = self.store.fetch(pool, record.grant.blocks[wanted], record.prefix[wanted], done)
 
-    def save(self, record: Record, keys: Sequence[bytes]) -> None:
-        """The record's leading blocks, which are complete in the pool; they are held until the store has them."""
-        if len(keys) <= record.stored:
+    def save(self, record: Record, keys: Sequence[bytes], *, known: int = 0) -> None:
+        """The record's leading blocks, which are complete in the pool; they are held until the store has them.
+
+        `known`: the first ones, which others have saved before. They are only left out where not all find room: the pod
+        that had them may be gone.
+        """
+        if len(keys) <= max(record.stored, known):
             return
-        rank, blocks, hold = record.blocks.rank, record.blocks.ids[: len(keys)], f"{record.key} to the store"
+        first = known if len(keys) > self.store.room else 0
+        rank, blocks, hold = record.blocks.rank, record.blocks.ids[first : len(keys)], f"{record.key} to the store"
         self._admission.share(hold, record.key, blocks)
         self._saving.add(hold)
 
@@ -72,8 +78,16 @@ class Sharing:
             self._on_free()
 
         loop = asyncio.get_running_loop()
-        if not self.store.save(self._pools[rank].tensor, blocks, keys, _to(loop, saved)):
+        if not self.store.save(self._pools[rank].tensor, blocks, keys[first:], _to(loop, saved)):
             let_go()
+
+    def save_conversation(self, record: Record) -> None:
+        """Of a decode that is over: prompt and output begin the prompt of a conversation's next turn."""
+        assert record.output is not None
+        size, known = self._pools[record.blocks.rank].block_size, len(record.chain) - 1
+        # The last token was never an input, so that it has no KV.
+        behind = (*record.request.prompt[known * size :], *record.output[:-1])
+        self.save(record, (*record.chain[1:], *following_keys(record.chain[-1], behind, size)), known=known)
 
 
 def _to(loop: asyncio.AbstractEventLoop, call: Callable[[int], None]) -> Callable[[int], None]:

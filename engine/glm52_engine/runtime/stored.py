@@ -37,6 +37,11 @@ class BlockStore(Protocol):
 
     counters: StoreCounters
 
+    @property
+    def room(self) -> int:
+        """Blocks that `save` would take now, were the store there."""
+        ...
+
     def find(self, keys: Sequence[bytes], done: Callable[[int], None], *, within: float) -> None:
         """`done` with the number of leading keys that the store has; after `within` seconds nobody waits for it."""
         ...

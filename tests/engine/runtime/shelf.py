@@ -15,6 +15,7 @@ class Shelf:
         self.counters = StoreCounters(up=True)
         self.kept: dict[bytes, Any] = {}
         self.most = 1000
+        self.room = 1000
         self.held: list[Callable[[], None]] | None = None
         self.fetches: list[Fetch] = []
         self.answers = True

@@ -69,13 +69,14 @@ class DeviceExecutor:
         with self._here():
             self._kv: DevicePool | SparsePool
             self._mirror: Mirror | None = None
+            self._kept: Mirror | SparsePool
             self._prefill: Prefill | None = None
             if hot_rows is None:
                 self._kv = DevicePool(weights.spec, pool.num_blocks, block, pool.layout.dtype, str(self._device))
-                self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
+                self._kept = self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
                 self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)
             else:
-                self._kv = SparsePool(
+                self._kept = self._kv = SparsePool(
                     weights.spec, pool, seats=seats, rows=hot_rows, device=str(self._device),
                     longest=None if hot_always else blocks_per_seat, debug=debug,
                 )  # fmt: skip
@@ -159,16 +160,13 @@ class DeviceExecutor:
             return _Replay(self, self._loaded, last.bucket.replay(whole=self._whole))
 
     def keep(self, spans: Sequence[Span]) -> None:
-        size, mirror = self.pool.block_size, self._mirror
-        if mirror is None:  # a step writes to the host pool itself
-            return
+        size = self.pool.block_size
         with self._here():
             for span in spans:
-                mirror.to_host(self._blocks[span.seat][span.start // size : blocks_for(span.end, size)])
+                self._kept.to_host(self._blocks[span.seat][span.start // size : blocks_for(span.end, size)])
 
     def settle(self) -> None:
-        if self._mirror is not None:
-            self._mirror.settle()
+        self._kept.settle()
 
     def hot_counters(self) -> HotCounters | None:
         kv = self._counted
@@ -183,7 +181,7 @@ class DeviceExecutor:
             torch.cuda.synchronize(self._device)
         # Graphs hold the memory that they write to.
         self._buckets.clear()
-        del self.pool, self._mirror, self._kv, self._prefill
+        del self.pool, self._mirror, self._kept, self._kv, self._prefill
         self._unpin()
 
     def _decode(self, rows: list[tuple[int, int, int]]) -> _Replay:

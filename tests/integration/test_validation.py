@@ -41,6 +41,7 @@ PVC = {"persistentVolumeClaim": {"claimName": "c"}}
 
 
 STORE = {"roles": ["prefill"], "storeGiB": 4}
+BOTH = {"roles": ["prefill", "decode"], "storeGiB": 4}
 
 
 def on_volume(path: Any = "/models/x", volume: Any = None, **changes: Any) -> dict[str, Any]:
@@ -81,6 +82,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "devices for KV, every one": {"spec.kvTransfer": {"backend": "nixl", "netDevices": "auto"}},
     "devices for KV by name": {"spec.kvTransfer": {"netDevices": "mlx5_0:1,mlx5_1:1,eth0", "checksums": True}},
     "a store of prefixes": {"spec.kvCacheOffload": STORE},
+    "a store of both roles": {"spec.kvCacheOffload": BOTH, "spec.decode.hostsPerReplica": 1},
     "a store, all said": {"spec.kvCacheOffload": STORE, "spec.prefill": {"prefixCache": True, "hostsPerReplica": 1}},
     "a store beside decode of several hosts": {"spec.kvCacheOffload": STORE, "spec.decode.hostsPerReplica": 2},
 }
@@ -173,7 +175,15 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a store of decode": (
         {"spec.kvCacheOffload": {"roles": ["decode"], "storeGiB": 1}},
-        ["spec.kvCacheOffload.roles", "prefill"],
+        ["spec.kvCacheOffload.roles", "needs prefill"],
+    ),
+    "a store of the router": (
+        {"spec.kvCacheOffload": {"roles": ["prefill", "router"], "storeGiB": 1}},
+        ["spec.kvCacheOffload.roles", "decode"],
+    ),
+    "a store of decode replicas of several hosts": (
+        {"spec.kvCacheOffload": BOTH, "spec.decode.hostsPerReplica": 2},
+        ["spec.kvCacheOffload", "needs decode.hostsPerReplica 1"],
     ),
     "a store of one role twice": (
         {"spec.kvCacheOffload": {"roles": ["prefill", "prefill"], "storeGiB": 1}},
@@ -247,6 +257,11 @@ RULES = {
         "a store beside decode of several hosts",
         "a store of replicas of several hosts",
     ),
+    "kvCacheOffload for decode needs decode.hostsPerReplica 1": (
+        "a store of both roles",
+        "a store of decode replicas of several hosts",
+    ),
+    "kvCacheOffload.roles needs prefill": ("a store of prefixes", "a store of decode"),
 }
 """Part of a rule's message → what it takes, at its edge, and what it refuses."""
 

@@ -386,6 +386,18 @@ def test_a_store_of_prefixes_is_for_the_roles_that_are_named() -> None:
     assert engine("decode", kvCacheOffload=STORE) == engine("decode")
 
 
+def test_decode_has_a_part_of_the_store_of_its_own_where_it_is_named() -> None:
+    both = target(kvCacheOffload={"roles": ["prefill", "decode"], "storeGiB": 3})
+    config = engine_config(both, "decode").decode
+    assert config is not None
+    assert config.store == both.role_config("prefill").store
+    for role in ("prefill", "decode"):
+        assert both.memory(role).per_host - target().memory(role).per_host == 3 * GIB + STORE_OVERHEAD
+        assert "+ 3 GiB store" in both.memory(role).explain()
+    # The prefill pods run what they ran without decode's part.
+    assert engine_config(both, "prefill") == engine_config(target(kvCacheOffload=STORE), "prefill")
+
+
 def test_the_stores_master_is_a_workload_of_its_own() -> None:
     more = [(c["kind"], c["metadata"]["name"]) for c in build(target(kvCacheOffload=STORE))]
     less = [(c["kind"], c["metadata"]["name"]) for c in build(target())]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 from pydantic.alias_generators import to_camel
 
 from glm52_engine.config import MODEL_MOUNT, NET_DEVICES_PATTERN, Accelerator, HiSparseMode, KvCacheDtype, Preset
@@ -249,12 +249,26 @@ class KvTransfer(_Model):
 class KvCacheOffload(_Model):
     """A store of prefixes that outlives a pod's own pool and that all pods of its roles share."""
 
-    roles: list[Annotated[Literal["prefill"], Field(description="Role that has a part of the store.")]] = Field(
-        min_length=1,
-        max_length=1,
-        json_schema_extra={"x-kubernetes-list-type": "set"},
-        description="Roles whose pods keep the store and use it; others know nothing of it. Only prefill can: decode "
-        "computes no prompt.",
+    model_config = _config(
+        **rules(
+            Rule(
+                "'prefill' in self.roles",
+                "kvCacheOffload.roles needs prefill, alone or beside decode: only prefill takes anything out of the "
+                "store",
+                ".roles",
+            )
+        )
+    )
+
+    roles: list[Annotated[Literal["prefill", "decode"], Field(description="Role that has a part of the store.")]] = (
+        Field(
+            min_length=1,
+            max_length=2,
+            json_schema_extra={"x-kubernetes-list-type": "set"},
+            description="Roles whose pods keep the store and use it; others know nothing of it. Prefill saves prompts "
+            "and finds what was saved; decode saves answers with their prompts, so that the next turn of a "
+            "conversation finds them.",
+        )
     )
     store_gib: int = Field(
         alias="storeGiB",
@@ -262,6 +276,14 @@ class KvCacheOffload(_Model):
         le=65536,
         description="Host memory that each pod of these roles gives to the store, GiB; part of its memory request.",
     )
+
+    @field_validator("roles")
+    @classmethod
+    def _each_once(cls, roles: list[str]) -> list[str]:
+        """As the API server has it of a set."""
+        if len(set(roles)) != len(roles):
+            raise ValueError("each role may be named once")
+        return roles
 
 
 class Router(_Model):
@@ -352,6 +374,13 @@ class Spec(_Model):
                 "!has(self.kvCacheOffload) || !has(self.prefill) || !has(self.prefill.hostsPerReplica)"
                 " || self.prefill.hostsPerReplica == 1",
                 "kvCacheOffload needs prefill.hostsPerReplica 1: replicas of several hosts cannot use a store so far",
+                ".kvCacheOffload",
+            ),
+            Rule(
+                "!has(self.kvCacheOffload) || !('decode' in self.kvCacheOffload.roles) || !has(self.decode)"
+                " || !has(self.decode.hostsPerReplica) || self.decode.hostsPerReplica == 1",
+                "kvCacheOffload for decode needs decode.hostsPerReplica 1: replicas of several hosts cannot use a "
+                "store so far",
                 ".kvCacheOffload",
             ),
         )

@@ -88,6 +88,11 @@ def _has_one_host(spec: Any) -> bool:
     return "kvCacheOffload" not in spec or spec.get("prefill", {}).get("hostsPerReplica", 1) == 1
 
 
+def _decode_has_one_host(spec: Any) -> bool:
+    saves = "decode" in spec.get("kvCacheOffload", {}).get("roles", [])
+    return not saves or spec.get("decode", {}).get("hostsPerReplica", 1) == 1
+
+
 TWINS: dict[str, Callable[[Any], bool]] = {
     "has(self.preset) != has(self.path)": lambda model: ("preset" in model) != ("path" in model),
     "has(self.path) == has(self.volume)": lambda model: ("path" in model) == ("volume" in model),
@@ -104,6 +109,9 @@ TWINS: dict[str, Callable[[Any], bool]] = {
     " || self.prefill.prefixCache": _shares_prefixes,
     "!has(self.kvCacheOffload) || !has(self.prefill) || !has(self.prefill.hostsPerReplica)"
     " || self.prefill.hostsPerReplica == 1": _has_one_host,
+    "!has(self.kvCacheOffload) || !('decode' in self.kvCacheOffload.roles) || !has(self.decode)"
+    " || !has(self.decode.hostsPerReplica) || self.decode.hostsPerReplica == 1": _decode_has_one_host,
+    "'prefill' in self.roles": lambda store: "prefill" in store.get("roles", []),
     f"self.metadata.name.size() <= {names.MAX_NAME}": lambda top: len(top["metadata"]["name"]) <= names.MAX_NAME,
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')": lambda top: (
         re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", top["metadata"]["name"]) is not None

@@ -146,6 +146,25 @@ class Legs:
             finally:
                 response.close() if not response.content.at_eof() else response.release()
 
+    def early(self, decode: str, prefill: str, call: Call) -> asyncio.Task[bool]:
+        """Tells a decode pod of a prompt that it may read while it is computed; True where it begins to.
+
+        Nothing depends on it: a call that is lost costs the time that it would have saved.
+        """
+        return asyncio.create_task(self._early(decode, prefill, call))
+
+    async def _early(self, decode: str, prefill: str, call: Call) -> bool:
+        timeout = aiohttp.ClientTimeout(total=5, sock_connect=CONNECT_SECONDS)
+        told = {"id": call.id, "address": prefill.partition("://")[2]}
+        try:
+            async with self._session.post(
+                decode + "/internal/v1/early", json=told, headers=self._headers, timeout=timeout
+            ) as response:
+                # A pod of a version that knows nothing of it says so, too.
+                return response.status == 200 and (await response.json()).get("begun") is True
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
+            return False
+
     def give_up(self, kv: dict[str, Any] | None, url: str, request_id: str) -> None:
         """Frees what a prefill pod may hold for this request; in the background, its lease is the safety net."""
         task = asyncio.create_task(self._release(f"http://{kv['address']}" if kv else url, request_id))

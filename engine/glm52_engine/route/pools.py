@@ -25,7 +25,8 @@ class Pools:
         self._in_flight: Counter[str] = Counter()
         self._suspect_until: dict[str, float] = {}
         # By role: of a turn that both share, a request takes two, and one of two equal pods would get all requests.
-        self._turns: Counter[Role] = Counter()
+        # Likewise of one for early picks, of which some are picked once more.
+        self._turns: Counter[tuple[Role, bool]] = Counter()
         self._changed = asyncio.Event()
 
     def update(self, role: Role, urls: frozenset[str]) -> None:
@@ -53,13 +54,14 @@ class Pools:
     def suspect(self, url: str) -> None:
         self._suspect_until[url] = self._clock() + SUSPECT_SECONDS
 
-    def pick(self, role: Role, tried: Collection[str] = ()) -> str | None:
+    def pick(self, role: Role, tried: Collection[str] = (), *, early: bool = False) -> str | None:
+        """`early`: long before it is called, and perhaps in vain."""
         now = self._clock()
-        self._turns[role] += 1
+        self._turns[role, early] += 1
         candidates = [
             Candidate(url, self._in_flight[url], self._suspect_until.get(url, 0.0) > now) for url in self._ready[role]
         ]
-        chosen = choose(candidates, tried=tried, turn=self._turns[role])
+        chosen = choose(candidates, tried=tried, turn=self._turns[role, early])
         return chosen.url if chosen else None
 
     async def wait_pick(self, role: Role, tried: Collection[str], seconds: float) -> str | None:

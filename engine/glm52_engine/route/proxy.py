@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import aiohttp
 from aiohttp import web
@@ -23,6 +23,9 @@ ATTEMPTS = 3
 
 DECODE_ATTEMPTS = 3
 """Decode pods that are offered the KV of one prefill at most."""
+
+EARLY_BODY_BYTES = 32_768
+"""From which a client's body may hold a prompt of several steps: the KV of a shorter one is here in a moment anyway."""
 
 PAUSE_SECONDS = 0.2
 """Before a pod that has just failed is tried again because there is no other."""
@@ -44,8 +47,9 @@ class Proxy:
             call = Call(f"{exchange.public}.{attempt}", exchange.endpoint, exchange.body, exchange.request_id)
             url = await self._pick("prefill", exchange)
             try:
-                async with self._prefilled(url, call, url in exchange.draining) as prefilled:
-                    return await self._decode(exchange, call, prefilled, url)
+                with self._early(exchange, call, url) as early:
+                    async with self._prefilled(url, call, url in exchange.draining) as prefilled:
+                        return await self._decode(exchange, call, prefilled, url, early)
             except LegFailed as failure:
                 self._blame(exchange, failure)
         raise _given_up(exchange)
@@ -82,11 +86,44 @@ class Proxy:
                 self._legs.give_up(prefilled.kv, url, call.id)
             raise
 
+    @contextlib.contextmanager
+    def _early(self, exchange: Exchange, call: Call, prefill: str) -> Iterator[Callable[[], str | None]]:
+        """A decode pod is chosen before a long prompt is computed, so that it can read what is there already.
+
+        What is given says, once, which one has begun to: it counts as busy with this request until then.
+        """
+        url = None
+        if len(exchange.body) >= EARLY_BODY_BYTES:
+            url = self._pools.pick("decode", exchange.tried, early=True)
+        if url is None or url in exchange.tried:
+            yield lambda: None
+            return
+        asked = self._legs.early(url, prefill, call)
+        with contextlib.ExitStack() as held:
+            held.callback(asked.cancel)
+            busy = held.enter_context(contextlib.ExitStack())
+            busy.enter_context(self._pools.busy(url))
+
+            def chosen() -> str | None:
+                busy.close()
+                begun = asked.done() and not asked.cancelled() and asked.result()
+                asked.cancel()
+                return url if begun and url in self._pools.ready("decode") - exchange.tried else None
+
+            yield chosen
+
     async def _decode(
-        self, exchange: Exchange, call: Call, prefilled: PrefillAnswer, prefill: str
+        self,
+        exchange: Exchange,
+        call: Call,
+        prefilled: PrefillAnswer,
+        prefill: str,
+        early: Callable[[], str | None],
     ) -> web.StreamResponse:
+        first = early()
         for _ in range(DECODE_ATTEMPTS):
-            url = await self._pick("decode", exchange)
+            url, first = first or await self._pick("decode", exchange), None
+            exchange.picked["decode"] = url
             try:
                 stay = url in exchange.draining
                 async with self._legs.decode(url, call, prefilled, stay=stay) as response:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from glm52_engine.kv import prefix_chain, prefix_keys
 from glm52_engine.runtime.executor import Executor
+from glm52_engine.runtime.landed import Landings
 from glm52_engine.runtime.ledger import Ledger
 from glm52_engine.runtime.rank import AnyRank, Event, Rank, Running, StepLimits
 from glm52_engine.runtime.record import EngineStopped, Record
@@ -27,7 +28,9 @@ from glm52_engine.runtime.stream import TokenStream
 from glm52_engine.runtime.types import (
     Blocks,
     Engine,
+    EngineBusy,
     KvPool,
+    Partial,
     Prefilled,
     Request,
     Stats,
@@ -69,6 +72,7 @@ class LocalEngine:
         self._prefix_queries = self._prefix_hits = 0
         self._executors = tuple(executors)
         self._pool_seconds = pool_seconds
+        self._landings = Landings()
         self._sharing: Sharing | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
@@ -97,11 +101,25 @@ class LocalEngine:
         assert isinstance(result, Prefilled)
         return result
 
-    async def reserve(self, request: Request) -> Blocks:
+    def partial(self, request_id: str) -> Partial | None:
+        record = self._ledger.by_id.get(request_id)
+        if record is None or not record.prefill or record.state == "held":
+            return None
+        if record.state != "computing":
+            return Partial(record.request)
+        executor, running = self._executors[record.blocks.rank], self._ledger.computed
+        self._landings.forget(running)
+        kept = self._landings.tokens(record.key, running.get(record.key, 0), executor.landed)
+        return Partial(record.request, record.blocks, kept)
+
+    async def reserve(self, request: Request, *, wait: bool = True) -> Blocks:
         stored = len(request.prompt) + request.sampling.max_tokens
         chain = await _aside(request, lambda: self._continuable(request, stored))
         record = self._submit(request, prefill=False, stored_tokens=stored)
         record.chain = chain
+        if not wait and record.state == "waiting":
+            self._close(record)
+            raise EngineBusy(f"{request.id} would have to wait for a seat", retry_after=1)
         result = await self._outcome(record)
         assert isinstance(result, Blocks)
         return result
@@ -112,6 +130,9 @@ class LocalEngine:
             raise ValueError(f"{request.id}: decode needs the blocks that reserve gave to this request, once")
         if record.chain and request.cache_salt != record.request.cache_salt:
             record.chain = self._continuable(request, len(request.prompt))
+        if request.prompt != record.request.prompt:
+            raise ValueError(f"{request.id}: decode needs the prompt for which its blocks were reserved")
+        record.request = request
         assert record.grant is not None
         stream = TokenStream(lambda: self._close(record), first)
         record.stream_ref = weakref.ref(stream)

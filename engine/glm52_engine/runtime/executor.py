@@ -11,6 +11,7 @@ from glm52_engine.kv.hisparse import HotPool
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model import Model, Span, build_step
 from glm52_engine.model.cache import HotCache
+from glm52_engine.runtime.landed import Landed
 from glm52_engine.runtime.types import HotCounters
 
 
@@ -68,6 +69,10 @@ class Executor(Protocol):
         ...
 
     def settle(self) -> None: ...
+
+    def landed(self) -> Landed:
+        """To be asked later whether all that `keep` was given so far is in `pool`; both from any thread."""
+        ...
 
     def hot_counters(self) -> HotCounters | None:
         """Of HiSparse; None without it, and after `close`. From any thread, without waiting for the device."""
@@ -145,6 +150,9 @@ class HostExecutor:
 
     def settle(self) -> None:
         pass
+
+    def landed(self) -> Landed:
+        return lambda: True
 
     def hot_counters(self) -> HotCounters | None:
         hot = self.hot

@@ -29,6 +29,8 @@ class Ledger:
         self.by_key: dict[str, Record] = {}
         self.positions = [0] * (len(QUEUE_BOUNDS) + 1)
         self.positions_sum = 0
+        self.computed: dict[str, int] = {}
+        """By key: leading tokens of the prompts under way."""
         self._limits = limits
         self._departures = Departures()
         self._keys = itertools.count()
@@ -77,6 +79,7 @@ class Ledger:
 
     def publish(self, record: Record, computed: int) -> None:
         """Full blocks among the first `computed` tokens of the prompt are there for others."""
+        self.computed[record.key] = computed
         self.admission.publish(record.key, record.prefix[: computed // self._limits.block_size])
 
     def hide(self, record: Record) -> None:
@@ -91,6 +94,7 @@ class Ledger:
         else:
             self.admission.finish(record.key)
         del self.by_key[record.key]
+        self.computed.pop(record.key, None)
         self.hide(record)
 
     def check_integrity(self, *, saving: int) -> None:

@@ -121,6 +121,18 @@ class Prefilled:
     queued_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A prompt on its way through a prefill. `blocks`: its own until it ends, None before it has a seat.
+
+    `kept`: leading tokens whose KV is in `pools[blocks.rank]`, and stays there as long as the blocks are its own.
+    """
+
+    request: Request
+    blocks: Blocks | None = None
+    kept: int = 0
+
+
 QUEUE_BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Requests before one in the queue, as `Stats.queue_positions` tells them apart."""
 
@@ -220,16 +232,22 @@ class Engine(Protocol):
         """
         ...
 
-    async def reserve(self, request: Request) -> Blocks:
+    def partial(self, request_id: str) -> Partial | None:
+        """A prefill that waits or computes; None for one that is over, or unknown."""
+        ...
+
+    async def reserve(self, request: Request, *, wait: bool = True) -> Blocks:
         """Waits, in order, for a seat and for blocks of prompt + max_tokens: nothing is ever preempted.
 
-        Raises RequestError and EngineBusy. Cancelling while waiting leaves the queue. The KV of the prompt may then be
-        written into `pools[rank]`.
+        Raises RequestError and EngineBusy, the latter also where it would have to wait and shall not. Cancelling while
+        waiting leaves the queue. The KV of the prompt may then be written into `pools[rank]`.
         """
         ...
 
     def decode(self, request: Request, blocks: Blocks, first: Token) -> AsyncIterator[Token]:
         """Continues after `first` (which is not yielded again) from the KV of the prompt already in `blocks`.
+
+        Id and prompt are those of the request that reserved; the rest of it may have been unknown then.
 
         Frees seat and blocks when it ends, also when the iterator is closed early.
         """

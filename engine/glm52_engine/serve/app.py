@@ -22,8 +22,8 @@ from glm52_engine.serve.decode import decode
 from glm52_engine.serve.errors import ApiError, no_route, wrong_method
 from glm52_engine.serve.fields import MAX_BODY_BYTES
 from glm52_engine.serve.metrics import CONTENT_TYPE
-from glm52_engine.serve.pod import DecodeCall, Pod, PrefillCall, read_call, told
-from glm52_engine.serve.prefill import heartbeat, prefill, release_lease, renew_lease
+from glm52_engine.serve.pod import DecodeCall, EarlyCall, Pod, PrefillCall, read_call, told
+from glm52_engine.serve.prefill import heartbeat, prefill, progress, release_lease, renew_lease
 from glm52_engine.serve.sender import Answering, Sender
 from glm52_engine.serve.tokenize import detokenize, tokenize
 from glm52_engine.serve.watch import Watch
@@ -31,9 +31,11 @@ from glm52_engine.transfer.peers import (
     AGENT_PATH,
     BEAT_PATH,
     LEASE_PATH,
+    PROGRESS_PATH,
     RELEASE_PATH,
     BeatCall,
     LeaseCall,
+    ProgressCall,
     agent_card,
 )
 
@@ -113,6 +115,7 @@ def state(pod: Pod) -> dict[str, Any]:
         "per_rank_running": list(stats.per_rank_running) if stats else [],
         "kv_bytes_in": kv.bytes_in,
         "kv_bytes_out": kv.bytes_out,
+        "kv_bytes_early": kv.bytes_early,
         "kv_leases": life.held(),
         "kv_leases_expired": kv.expired,
         "kv_handed_over": kv.handed_over,
@@ -200,6 +203,12 @@ def _prefill_routes(app: FastAPI, pod: Pod) -> None:
         call = await read_body(request, partial(read_call, BeatCall))
         return JSONResponse(heartbeat(pod, call).model_dump())
 
+    @app.post(PROGRESS_PATH)
+    async def look(request: Request) -> Response:
+        card = await progress(pod, await read_body(request, partial(read_call, ProgressCall)))
+        raw = card.model_dump_json() if card.prompt is None else await asyncio.to_thread(card.model_dump_json)
+        return Response(raw, media_type="application/json")
+
     @app.post(RELEASE_PATH)
     async def release(request: Request) -> JSONResponse:
         return JSONResponse(release_lease(pod, await read_body(request, dict)))
@@ -214,6 +223,12 @@ def _decode_routes(app: FastAPI, pod: Pod) -> None:
             await decode(pod, call, sender, watch)
 
         return _answering(pod, request, call.id, work)
+
+    @app.post("/internal/v1/early")
+    async def post_early(request: Request) -> JSONResponse:
+        call = await read_body(request, partial(read_call, EarlyCall))
+        with pod.life.serving():
+            return JSONResponse({"id": call.id, "begun": pod.parts().early.begin(call.id, call.address)})
 
 
 def _answering(pod: Pod, request: Request, call_id: str, work: Callable[[Sender, Watch], Awaitable[None]]) -> Response:

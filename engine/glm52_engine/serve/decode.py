@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from glm52_engine.lifecycle.life import Life, Refused
@@ -24,9 +23,13 @@ from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import Piece, TextStream, engine_request, prompt_text
 from glm52_engine.serve.watch import Watch
 from glm52_engine.transfer.agent import PullCut, TransferError
+from glm52_engine.transfer.early import Early
 from glm52_engine.transfer.peers import KvMismatch, KvReference
 
 log = logging.getLogger(__name__)
+
+ROOM_SECONDS = 0.05
+"""That a request waits for its seat before one that was taken early is given up for it."""
 
 
 async def decode(pod: Pod, call: DecodeCall, sender: Sender, watch: Watch) -> None:
@@ -207,11 +210,15 @@ async def _pieces(run: _Run, choice: _Choice, kv: KvReference | None) -> AsyncGe
             await run.began.wait()
         yield choice.piece
         return
-    let_go = partial(run.parts.engine.release, choice.request.id)
+
+    def let_go() -> None:
+        # Not the id of before: a seat that was taken early has its own.
+        run.parts.engine.release(choice.request.id)
+
     late: Future[None] | None = None
     try:
         try:
-            blocks = await _pull(run, choice.request, kv)
+            blocks = await _pull(run, choice, kv)
         except PullCut as error:
             late = error.over
             raise
@@ -238,25 +245,56 @@ async def _pieces(run: _Run, choice: _Choice, kv: KvReference | None) -> AsyncGe
             asyncio.wrap_future(late).add_done_callback(lambda over: let_go())
 
 
-async def _pull(run: _Run, request: Request, kv: KvReference) -> Blocks:
-    engine = run.parts.engine
-    blocks = await unless_drained(
-        run.life,
-        _reserve(run, request, kv),
-        stay=run.stay,
-        # A call of which one choice has begun finishes here.
-        withdraw=lambda: not run.seated and engine.withdraw(request.id),
-        give_back=lambda: engine.release(request.id),
-    )
+async def _pull(run: _Run, choice: _Choice, kv: KvReference) -> Blocks:
+    engine, request, here = run.parts.engine, choice.request, 0
+    early, seated = None, False
+    # Choices read into blocks of their own, and only one seat was taken.
+    if len(run.choices) == 1 and run.call_id in run.parts.early:
+        if seated := run.parts.early.seated(run.call_id):
+            run.watch.seated()
+        early = await _claim(run, choice, kv)
+    if early is not None:
+        request, blocks, here = early
+    else:
+        blocks = await unless_drained(
+            run.life,
+            _reserve(run, request, kv),
+            stay=run.stay,
+            # A call of which one choice has begun finishes here.
+            withdraw=lambda: not run.seated and engine.withdraw(request.id),
+            give_back=lambda: engine.release(request.id),
+        )
     first, run.seated = not run.seated, True
-    if first:
+    if first and not seated:
         run.watch.seated()
-    await run.parts.puller.pull(kv, run.call_id, request.prompt, blocks)
+    await run.parts.puller.pull(kv, run.call_id, request.prompt, blocks, here=here)
     run.offer.readers -= 1
     if first:
         run.watch.pulled()
     run.began.set()
     return blocks
+
+
+async def _claim(run: _Run, choice: _Choice, kv: KvReference) -> Early:
+    """What of the KV came while the rest was computed; keeps the lease while its last READ ends."""
+
+    def take(request: Request) -> None:
+        choice.request = request
+
+    with run.parts.puller.keeping(kv, run.call_id) as lost:
+        claim = asyncio.ensure_future(run.parts.early.claim(kv, run.call_id, choice.request, take))
+        either: set[asyncio.Future[Any]] = {claim, lost}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not claim.done():
+                lost.result()
+                raise TransferError("the lease of the prompt's KV was lost")
+            return claim.result()
+        finally:
+            if not claim.done():
+                claim.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await claim
 
 
 async def _reserve(run: _Run, request: Request, kv: KvReference) -> Blocks:
@@ -265,6 +303,9 @@ async def _reserve(run: _Run, request: Request, kv: KvReference) -> Blocks:
         seat = asyncio.ensure_future(run.parts.engine.reserve(request))
         either: set[asyncio.Future[Any]] = {seat, lost}
         try:
+            await asyncio.wait(either, timeout=ROOM_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not seat.done():
+                run.parts.early.make_room()
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not seat.done():
                 lost.result()

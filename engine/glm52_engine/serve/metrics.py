@@ -52,6 +52,9 @@ class _Snapshot(Collector):
         total.add_metric(["in"], kv.bytes_in)
         total.add_metric(["out"], kv.bytes_out)
         yield total
+        early = CounterMetricFamily("glm52_kv_early_bytes", "KV bytes that came while their prompt was computed")
+        early.add_metric([], kv.bytes_early)
+        yield early
         ends = CounterMetricFamily("glm52_kv_transfers", "KV hand-offs by how they ended", labels=["outcome"])
         for outcome, count in (
             ("pulled", kv.pulls),

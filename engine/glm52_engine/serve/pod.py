@@ -19,6 +19,7 @@ from glm52_engine.serve.metrics import Metrics
 from glm52_engine.structured import GrammarCompiler
 from glm52_engine.tokenizer import Tokenizer
 from glm52_engine.transfer.agent import KvAgent, TransferError
+from glm52_engine.transfer.early import EarlyPulls
 from glm52_engine.transfer.fingerprint import Fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
 from glm52_engine.transfer.peers import KvMismatch, KvReference, Puller
@@ -36,6 +37,7 @@ class Loaded:
     agent: KvAgent
     holder: Holder
     puller: Puller
+    early: EarlyPulls
     fingerprint: Fingerprint
     stopped: type[Exception]
     """What the engine's calls raise when it stops."""
@@ -78,6 +80,15 @@ class _Envelope(BaseModel):
 
 class PrefillCall(_Envelope):
     """POST /internal/v1/prefill."""
+
+
+class EarlyCall(BaseModel):
+    """POST /internal/v1/early: a prefill pod begins a long prompt that will be continued here, if all goes well."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    id: str = Field(min_length=1, max_length=200)
+    address: str = Field(min_length=1, max_length=300)
 
 
 class FirstLogprobs(BaseModel):

@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from glm52_engine.runtime.types import Blocks, Partial
 from glm52_engine.runtime.types import Prefilled as EnginePrefilled
 from glm52_engine.serve.constrain import constraint_of
 from glm52_engine.serve.errors import ApiError, bad, no_number
@@ -17,9 +18,24 @@ from glm52_engine.serve.queued import unless_drained
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import engine_request, new_seed, prompt_ids
 from glm52_engine.serve.watch import Watch
-from glm52_engine.transfer.peers import BeatCall, BeatCard, KvReference, LeaseCall, LeaseCard
+from glm52_engine.transfer.peers import (
+    BeatCall,
+    BeatCard,
+    KvReference,
+    LeaseCall,
+    LeaseCard,
+    ProgressCall,
+    ProgressCard,
+    PromptCard,
+)
 
 log = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 1.0
+"""After which a decode pod that follows a prompt has an answer in any case."""
+
+LOOK_SECONDS = 0.02
+"""A GPU tells nobody that a copy is done."""
 
 LONG_PROMPT = 16_384
 """Tokens from which the answer, which lists them, is written on a thread."""
@@ -96,15 +112,18 @@ def _hold(
     if not readers:
         return answer
     parts.holder.grant(request_id, result.blocks, prompt, readers)
-    kv = KvReference(
+    return answer.model_copy(update={"kv": _reference(pod, parts, result.blocks, len(prompt))})
+
+
+def _reference(pod: Pod, parts: Loaded, blocks: Blocks, num_tokens: int) -> KvReference:
+    return KvReference(
         address=pod.address,
         agent=parts.agent.name,
-        rank=result.blocks.rank,
-        blocks=list(result.blocks.ids),
-        num_tokens=len(prompt),
+        rank=blocks.rank,
+        blocks=list(blocks.ids),
+        num_tokens=num_tokens,
         fingerprint=parts.fingerprint,
     )
-    return answer.model_copy(update={"kv": kv})
 
 
 async def renew_lease(pod: Pod, call: LeaseCall) -> LeaseCard:
@@ -127,6 +146,44 @@ def heartbeat(pod: Pod, call: BeatCall) -> BeatCard:
     holder = _called(pod, call.agent).holder
     held = [request_id for request_id in call.ids if holder.renew(request_id) is not None]
     return BeatCard(held=held, seconds=holder.table.heard_seconds)
+
+
+async def progress(pod: Pod, call: ProgressCall) -> ProgressCard:
+    parts = _called(pod, call.agent) if call.agent else pod.parts()
+    if parts.agent.described.others:
+        # Their agents make progress for leases only.
+        return ProgressCard(state="unknown")
+    parts.holder.read_early()
+    until = pod.life.clock() + PROGRESS_SECONDS
+    while True:
+        partial = parts.engine.partial(call.id)
+        if partial is None:
+            return ProgressCard(state="over" if parts.holder.holds(call.id) else "unknown")
+        if partial.request.choices > 1:
+            # Each reads into blocks of its own.
+            return ProgressCard(state="unknown")
+        kept = partial.kept // parts.engine.pools[0].block_size
+        if kept > call.seen or pod.life.clock() >= until:
+            return _progress_of(pod, parts, call, partial, kept)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def _progress_of(pod: Pod, parts: Loaded, call: ProgressCall, partial: Partial, kept: int) -> ProgressCard:
+    request, blocks = partial.request, partial.blocks
+    if blocks is None:
+        return ProgressCard(state="waiting")
+    prompt = (
+        PromptCard(
+            ids=list(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        if call.prompt and kept
+        else None
+    )
+    kv = _reference(pod, parts, blocks, len(request.prompt))
+    return ProgressCard(state="computing", kept=kept, kv=kv, prompt=prompt)
 
 
 def _called(pod: Pod, agent: str) -> Loaded:

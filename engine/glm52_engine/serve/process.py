@@ -37,6 +37,7 @@ from glm52_engine.sizing import PROPAGATION_SECONDS, startup_budget_seconds, unp
 from glm52_engine.structured import GrammarCompiler
 from glm52_engine.transfer.agent import TransferAgent
 from glm52_engine.transfer.devices import chosen_devices
+from glm52_engine.transfer.early import EarlyPulls
 from glm52_engine.transfer.fingerprint import fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
 from glm52_engine.transfer.peers import Puller
@@ -284,7 +285,8 @@ class Process:
             checksums=crossing.checksums,
         )
         self._spawn(holder.expire_forever())
-        return Loaded(engine, tokenizer, grammars, agent, holder, puller, print_of, stopped)
+        early = EarlyPulls(engine, puller)
+        return Loaded(engine, tokenizer, grammars, agent, holder, puller, early, print_of, stopped)
 
     async def _drained(self) -> None:
         # The preStop hook drains and TERM comes after it: only TERM ends the process.
@@ -362,6 +364,7 @@ class Process:
 
     async def _close(self, parts: Loaded) -> None:
         """Transfers end before the pools go: a peer must never read memory that is no longer ours."""
+        parts.early.close()
         await parts.puller.settle()
         limit = unpin_seconds(self.config.role(self.options.role)) + 5.0
         for name, close in (("transfers", parts.agent.close), ("engine", parts.engine.stop)):

@@ -24,6 +24,8 @@ class TransferCounters:
 
     bytes_in: int = 0
     bytes_out: int = 0
+    bytes_early: int = 0
+    """Of those that came in, while the rest of their prompt was computed."""
     pulls: int = 0
     pulls_failed: int = 0
     handed_over: int = 0
@@ -32,9 +34,12 @@ class TransferCounters:
     rates: Rates = field(default_factory=Rates)
 
 
-def notice(request_id: str, size: int) -> bytes:
-    """What a decode peer attaches to its READ: it arrives when the last byte has been read."""
-    return json.dumps({"id": request_id, "bytes": size}).encode()
+def notice(request_id: str, size: int, *, part: bool = False) -> bytes:
+    """What a decode peer attaches to its READ: it arrives when the last byte has been read.
+
+    `part`: more will be read, so nothing is over with it.
+    """
+    return json.dumps({"id": request_id, "bytes": size, **({"part": True} if part else {})}).encode()
 
 
 class Holder:
@@ -74,6 +79,13 @@ class Holder:
             self.give_up(request_id)
         return lease
 
+    def holds(self, request_id: str) -> bool:
+        return request_id in self.table
+
+    def read_early(self) -> None:
+        """A peer follows a prompt that is being computed: its READs need our progress as well."""
+        self._lingers = max(self._lingers, self.clock() + LINGER_SECONDS)
+
     def renew(self, request_id: str) -> Lease | None:
         return self.table.renew(request_id, self.clock())
 
@@ -95,11 +107,13 @@ class Holder:
     def _handed_over(self, message: bytes) -> None:
         try:
             fields = json.loads(message)
-            request_id, size = str(fields["id"]), int(fields["bytes"])
-        except (ValueError, KeyError, TypeError):
+            request_id, size, part = str(fields["id"]), int(fields["bytes"]), bool(fields.get("part"))
+        except (ValueError, KeyError, TypeError, AttributeError):
             log.warning("a notice that is none of ours", extra={"notice": message[:100]})
             return
         self.counters.bytes_out += size
+        if part:
+            return
         self.counters.handed_over += 1
         lease = self.table.read(request_id)
         if lease is None:

@@ -45,6 +45,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._leases
+
     def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], now: float, readers: int = 1) -> Lease:
         lease = Lease(request_id, blocks, len(prompt), prompt_digest(prompt), now + self.seconds, readers)
         self._leases[request_id] = lease

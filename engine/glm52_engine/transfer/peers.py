@@ -6,10 +6,11 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,6 +34,7 @@ AGENT_PATH = "/internal/v1/kv/agent"
 LEASE_PATH = "/internal/v1/kv/lease"
 BEAT_PATH = "/internal/v1/kv/heartbeat"
 RELEASE_PATH = "/internal/v1/kv/release"
+PROGRESS_PATH = "/internal/v1/kv/progress"
 
 
 class _Message(BaseModel):
@@ -113,6 +115,39 @@ class BeatCard(_Message):
     seconds: float
 
 
+class ProgressCall(_Message):
+    """POST /internal/v1/kv/progress: answered as soon as more than `seen` blocks can be read, or after a second.
+
+    `agent`: empty where it is not known yet. `prompt`: whether to say what is computed, which may be long.
+    """
+
+    id: str
+    agent: str = ""
+    seen: int = Field(0, ge=-1)
+    prompt: bool = False
+
+
+class PromptCard(_Message):
+    """What a decode pod needs to know of a request to reserve its seat."""
+
+    ids: list[int] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class ProgressCard(_Message):
+    """Answer of POST /internal/v1/kv/progress. `kept`: leading blocks of `kv` that can be read.
+
+    `state`: `over` means computed and under its lease. `unknown`: not here yet, or not here any more.
+    """
+
+    state: Literal["unknown", "waiting", "computing", "over"]
+    kept: int = Field(0, ge=0)
+    kv: KvReference | None = None
+    prompt: PromptCard | None = None
+
+
 class KvMismatch(TransferError):
     """This pod cannot read that KV, and another decode pod may: the lease is left to whoever offered it."""
 
@@ -157,16 +192,47 @@ class Puller:
                 self.counters.pulls_failed += 1
                 raise
 
-    async def pull(self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks) -> int:
-        """Confirms the lease, reads the KV into the first blocks of `into`, and counts the bytes."""
+    async def pull(
+        self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks, *, here: int = 0
+    ) -> int:
+        """Confirms the lease, reads the KV into the first blocks of `into`, and counts the bytes.
+
+        `here`: leading blocks that have been read before, by `pull_part` from the same blocks of the same request.
+        """
         try:
-            size = await self._pull(kv, request_id, prompt, into)
+            size = await self._pull(kv, request_id, prompt, into, here)
         except TransferError:
             self.counters.pulls_failed += 1
             raise
         self.counters.pulls += 1
         self.counters.bytes_in += size
         return size
+
+    async def progress(self, address: str, call: ProgressCall) -> ProgressCard:
+        """How far the prefill of a prompt is. Raises PeerGone or another TransferError."""
+        raw = await self._ask_raw("POST", address, PROGRESS_PATH, call.model_dump())
+        try:
+            # A prompt of a million tokens takes a while.
+            return await asyncio.to_thread(ProgressCard.model_validate_json, raw)
+        except ValidationError as error:
+            raise PeerGone(f"prefill {address} describes a prefill wrongly: {error}") from error
+
+    async def pull_part(self, kv: KvReference, request_id: str, into: Blocks, first: int, end: int) -> None:
+        """Reads the blocks from `first` up to `end` of a prompt that is being computed, and counts the bytes.
+
+        There is no lease yet, so they may be another request's by the time they come: they are this one's only if
+        `pull` finds the same blocks under its lease afterwards.
+        """
+        if not 0 <= first < end <= min(len(kv.blocks), len(into.ids)):
+            raise TransferError(f"blocks {first}…{end - 1} of {len(kv.blocks)} there and {len(into.ids)} reserved here")
+        peer = await self._peer(kv)
+        try:
+            size = await self._timed(self._read_of(peer, kv, request_id, into, first, end, part=True))
+        except TransferError:
+            self._peers.pop(kv.agent, None)
+            raise
+        self.counters.bytes_in += size
+        self.counters.bytes_early += size
 
     def give_up(self, kv: KvReference, request_id: str) -> None:
         """Tells prefill in the background that nobody will read this KV; its lease ends it should that fail."""
@@ -179,7 +245,7 @@ class Puller:
         if self._background:
             await asyncio.wait(self._background, timeout=2)
 
-    async def _pull(self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks) -> int:
+    async def _pull(self, kv: KvReference, request_id: str, prompt: Sequence[int], into: Blocks, here: int) -> int:
         if len(kv.blocks) > len(into.ids):
             raise TransferError(f"{len(kv.blocks)} blocks of KV for {len(into.ids)} reserved ones")
         peer = await self._peer(kv)
@@ -192,7 +258,7 @@ class Puller:
             if held != (kv.rank, kv.blocks, len(prompt), prompt_digest(prompt)):
                 raise TransferError(f"prefill {kv.address} holds other KV for request {request_id} than was said")
             try:
-                pull = self._read_of(peer, kv, request_id, into)
+                pull = self._read_of(peer, kv, request_id, into, here, len(kv.blocks))
                 size = await self._read(pull, claim)
             except TransferError:
                 self._peers.pop(kv.agent, None)
@@ -200,17 +266,19 @@ class Puller:
             if time.monotonic() >= claim.until:
                 # Its blocks may have been another request's before the last byte was read.
                 raise TransferError(f"the lease at prefill {kv.address} ran out while its KV was read")
-        await self._compare(kv, lease, Blocks(into.rank, tuple(pull.local_ids)))
+        await self._compare(kv, lease, Blocks(into.rank, into.ids[: len(kv.blocks)]))
         return size
 
-    def _read_of(self, peer: Peer, kv: KvReference, request_id: str, into: Blocks) -> Pull:
+    def _read_of(
+        self, peer: Peer, kv: KvReference, request_id: str, into: Blocks, first: int, end: int, *, part: bool = False
+    ) -> Pull:
         try:
             holding = peer.holding(kv.rank)
         except ValueError as error:
             raise TransferError(f"prefill {kv.address} names a place that it does not have: {error}") from error
-        size = len(kv.blocks) * self.agent.regions[into.rank].block_bytes
-        local = into.ids[: len(kv.blocks)]
-        return Pull(holding, kv.rank, kv.blocks, into.rank, local, notice(request_id, size))
+        size = (end - first) * self.agent.regions[into.rank].block_bytes
+        said = notice(request_id, size, part=part)
+        return Pull(holding, kv.rank, kv.blocks[first:end], into.rank, into.ids[first:end], said)
 
     async def _read(self, pull: Pull, claim: Claim) -> int:
         """The pull, ended at once when the lease or the peer is lost."""
@@ -288,16 +356,23 @@ class Puller:
             await self._ask("POST", kv.address, RELEASE_PATH, {"id": request_id})
 
     async def _ask(self, method: str, address: str, path: str, body: dict[str, Any] | None) -> Any:
+        raw = await self._ask_raw(method, address, path, body)
+        try:
+            return json.loads(raw)
+        except ValueError as error:
+            raise TransferError(f"prefill {address} does not answer {path} with JSON: {error}") from error
+
+    async def _ask_raw(self, method: str, address: str, path: str, body: dict[str, Any] | None) -> bytes:
         try:
             timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
             url = f"http://{address}{path}"
             async with self.session.request(method, url, json=body, headers=self._headers, timeout=timeout) as response:
                 if response.status != 200:
                     raise PeerGone(f"prefill {address} answers {path} with {response.status}: {await response.text()}")
-                return await response.json()
+                return await response.read()
         except aiohttp.ClientConnectorError as error:
             raise PeerGone(f"prefill {address} does not answer {path}: {error}") from error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise TransferError(
                 f"prefill {address} does not answer {path}: {str(error) or type(error).__name__}"
             ) from error

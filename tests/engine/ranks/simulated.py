@@ -17,6 +17,7 @@ from glm52_engine.model import Span
 from glm52_engine.ranks.books import Books
 from glm52_engine.ranks.follower import Follower
 from glm52_engine.ranks.messages import Shape
+from glm52_engine.runtime.landed import Landed
 from glm52_engine.runtime.rank import Event, Running, StepLimits
 from glm52_engine.runtime.types import Sampling, Token
 from glm52_engine.schedule import Admission, Limits, blocks_for
@@ -105,6 +106,9 @@ class FakeExecutor:
         return self._start(FakeWork(self, rows, follows=self._last))
 
     def keep(self, spans: Sequence[Span]) -> None: ...
+
+    def landed(self) -> Landed:
+        return lambda: True
 
     def settle(self) -> None:
         while self._under_way:

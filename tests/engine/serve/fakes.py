@@ -11,9 +11,11 @@ from typing import Any
 
 from glm52_engine.runtime.types import (
     Blocks,
+    EngineBusy,
     FinishReason,
     KvPool,
     Logprobs,
+    Partial,
     Prefilled,
     Request,
     RequestError,
@@ -75,6 +77,8 @@ class FakeEngine:
     stuck: float = 0.0
     broken: BaseException | None = None
     stopped: bool = False
+    chunk: int = 0
+    """Tokens of a prompt that a step computes, and waits for `may_step`; 0: all at once."""
     computed: int = 0
     generated: int = 0
     decoded: list[str] = field(default_factory=list)
@@ -86,6 +90,9 @@ class FakeEngine:
         self._changed = asyncio.Event()
         self._running = 0
         self._queued: set[str] = set()
+        self._partial: dict[str, Partial] = {}
+        self.may_step = asyncio.Semaphore(0)
+        """Released once for every chunk that may be computed; the last one of a prompt as well."""
         self.pool = FakePool(self.num_blocks)
         self.pools: Sequence[KvPool] = [self.pool]
         self.layout: dict[str, str | int] = {"model": self.model, "dtype": "test"}
@@ -97,14 +104,34 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.release(request.id)
             raise
-        self.pool.write(blocks.ids, request.prompt)
+        await self._compute(request, blocks)
         self.computed += len(request.prompt)
         first, *others = (self._token(request, blocks, 0, choice) for choice in range(request.choices))
         return Prefilled(
             first, blocks, len(request.prompt) - self.cached, cached_tokens=self.cached, others=tuple(others)
         )
 
-    async def reserve(self, request: Request) -> Blocks:
+    async def _compute(self, request: Request, blocks: Blocks) -> None:
+        ends = list(range(self.chunk, len(request.prompt), self.chunk)) if self.chunk else []
+        try:
+            for end in [*ends, len(request.prompt)]:
+                self._partial.setdefault(request.id, Partial(request, blocks))
+                if ends:
+                    await self.may_step.acquire()
+                self.pool.write(blocks.ids, request.prompt[:end])
+                self._partial[request.id] = Partial(request, blocks, end)
+        except asyncio.CancelledError:
+            self.release(request.id)
+            raise
+        finally:
+            del self._partial[request.id]
+
+    def partial(self, request_id: str) -> Partial | None:
+        return self._partial.get(request_id)
+
+    async def reserve(self, request: Request, *, wait: bool = True) -> Blocks:
+        if not wait and -(-(len(request.prompt) + request.sampling.max_tokens) // BLOCK_SIZE) > len(self._free):
+            raise EngineBusy("no room", retry_after=1)
         return await self._take(request, len(request.prompt) + request.sampling.max_tokens)
 
     async def decode(self, request: Request, blocks: Blocks, first: Token) -> AsyncIterator[Token]:
@@ -138,6 +165,7 @@ class FakeEngine:
             prompt_tokens_computed=self.computed,
             tokens_generated=self.generated,
             steps=self.generated,
+            seats_total=self.seats,
         )
 
     def seconds_without_progress(self) -> float:

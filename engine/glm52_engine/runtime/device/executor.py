@@ -17,6 +17,7 @@ from glm52_engine.model.step import Span
 from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes
 from glm52_engine.runtime.device.mirror import Mirror
 from glm52_engine.runtime.executor import EagerWork, Work, check_finite, counters_of
+from glm52_engine.runtime.landed import Landed
 from glm52_engine.runtime.types import HotCounters
 from glm52_engine.schedule import blocks_for
 
@@ -167,6 +168,9 @@ class DeviceExecutor:
 
     def settle(self) -> None:
         self._kept.settle()
+
+    def landed(self) -> Landed:
+        return (lambda: True) if self._mirror is None else self._mirror.landed()
 
     def hot_counters(self) -> HotCounters | None:
         kv = self._counted

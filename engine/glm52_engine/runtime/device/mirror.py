@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from glm52_engine.kv import runs
+from glm52_engine.runtime.landed import Landed
 
 
 class Mirror:
@@ -34,6 +35,14 @@ class Mirror:
     def settle(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+    def landed(self) -> Landed:
+        """To be asked later whether the copies that were begun so far are done."""
+        if self._stream is None:
+            return lambda: True
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.query
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor, blocks: Sequence[int]) -> None:
         if self._stream is None:

@@ -11,7 +11,7 @@ from glm52_operator.desired.children import build
 from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS, WAITING_SECONDS
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, POD, SECRET, Kind
 from glm52_operator.reconcile.nodes import FRESH_SECONDS, REFUSED_SECONDS
-from glm52_operator.reconcile.reconciler import QUIET_ATTEMPTS, SETTLING, SOON, Result
+from glm52_operator.reconcile.reconciler import ACTING, QUIET_ATTEMPTS, SETTLING, SOON, Result
 from tests.operator.builders import node, pod, resource, target
 from tests.operator.conftest import FakeClock
 from tests.operator.world import KEY, World, new_world
@@ -60,6 +60,54 @@ async def test_ready_is_gone_in_the_very_write_that_speaks_of_the_new_generation
     ready = world.condition("Ready")
     assert (ready["status"], ready["observedGeneration"]) == ("False", 2)
     assert [w for w in world.api.writes if w[1] == names.KIND] == [("patch", names.KIND, "chat/status")]
+
+
+def statuses(world: World) -> list[str]:
+    return [name for _, kind, name in world.api.writes if kind == names.KIND]
+
+
+async def scale(world: World, replicas: int) -> Result:
+    world.edit(decode={"replicas": replicas})
+    await world.list_all()
+    return await world.reconciler.reconcile(KEY, 0)
+
+
+async def test_a_scale_that_controllers_follow_at_once_is_told_once(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    assert await scale(world, 2) == Result(requeue_after=ACTING)
+    assert statuses(world) == []
+    world.serve()
+    await world.list_all()
+    await world.reconciler.reconcile(KEY, 0)
+    assert statuses(world) == ["chat/status"]
+    assert world.condition("Ready")["status"] == "True"
+    assert world.api.find(names.KIND, "chat")["status"]["decode"]["ready"] == "2/2"
+
+
+async def test_a_change_that_no_controller_follows_is_told_however_often_it_is_edited(
+    world: World, clock: FakeClock
+) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    await scale(world, 2)
+    clock.advance(ACTING / 2)
+    assert (await scale(world, 3)).requeue_after == ACTING / 2
+    clock.advance(ACTING / 2)
+    await scale(world, 4)
+    assert statuses(world) == ["chat/status"]
+    assert world.condition("Ready")["reason"] == "Applying"
+
+
+async def test_a_refusal_is_told_at_once(world: World) -> None:
+    await world.run()
+    world.serve()
+    await world.run()
+    world.api.refuse = lambda verb, kind, name: (403, "no") if kind.kind == "PodDisruptionBudget" else None
+    assert (await scale(world, 2)).failed
+    assert world.condition("Progressing")["reason"] == "Forbidden"
 
 
 async def test_an_edit_that_the_answer_to_a_status_brings_is_acted_upon(world: World) -> None:

@@ -10,7 +10,7 @@ from glm52_operator import names
 from glm52_operator.reconcile.apply import Applier
 from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, POD, WATCHED
-from glm52_operator.reconcile.reconciler import Reconciler, Result
+from glm52_operator.reconcile.reconciler import ACTING, Reconciler, Result
 from glm52_operator.reconcile.store import Store
 from tests.operator.builders import IMAGE, pod, resource
 from tests.operator.conftest import FakeClock
@@ -45,7 +45,15 @@ class World:
     async def run(self, attempt: int = 0) -> Result:
         await self.list_all()
         result = await self.reconciler.reconcile(KEY, attempt)
-        return await self.reconciler.reconcile(KEY, attempt) if result.again else result
+        if result.again:
+            result = await self.reconciler.reconcile(KEY, attempt)
+        if result.requeue_after is not None and result.requeue_after <= ACTING:
+            self.clock.advance(result.requeue_after)
+            calls = [*self.api.calls]
+            await self.list_all()
+            self.api.calls[:] = calls
+            result = await self.reconciler.reconcile(KEY, attempt)
+        return result
 
     def edit(self, **spec: Any) -> None:
         obj = self.api.find(names.KIND, "chat")

@@ -48,6 +48,8 @@ class Applied:
     """What the API server refused."""
     repaired: list[str] = field(default_factory=list)
     """What others had done to children."""
+    sets_off: bool = False
+    """Whether a controller has something to do now: a workload was written."""
 
 
 @dataclass(slots=True)
@@ -123,6 +125,7 @@ class Applier:
             for done in await asyncio.gather(*work):
                 applied.failures += done.failures
                 applied.repaired += done.repaired
+                applied.sets_off = applied.sets_off or done.sets_off
         return applied
 
     def _agrees(self, child: Object) -> bool:
@@ -194,6 +197,7 @@ class Applier:
             if observed is None:
                 observed = await self._create_child(target, kind, child)
                 if observed is None:
+                    applied.sets_off = kind.kind in _WORKLOADS
                     fixed = repair(child, None, "new", complete=complete)
                     applied.repaired += [fixed] if fixed else []
                     return applied
@@ -204,6 +208,7 @@ class Applier:
             changed = difference(child, observed)
             if changed is not None:
                 self.store.observe(kind, await self.api.apply(kind, child))
+                applied.sets_off = kind.kind in _WORKLOADS
                 log.info("%s/%s: applied %s %s (%s)", target.namespace, target.name, kind.kind, name, changed)
                 fixed = repair(child, observed, changed, complete=complete)
                 applied.repaired += [fixed] if fixed else []
@@ -260,6 +265,8 @@ class Applier:
             await self.api.delete(kind, target.namespace, meta["name"], uid=meta["uid"])
         except ApiError as error:
             return failure_of(error)
+        # Its event comes later, and a pass before that would delete it again.
+        self.store.remove(kind, obj)
         log.info("%s/%s: deleted %s %s, no longer wanted", target.namespace, target.name, kind.kind, meta["name"])
         return None
 

@@ -278,10 +278,11 @@ class Api:
         limits: aiohttp.ClientTimeout = _TIMEOUT,
     ) -> aiohttp.ClientResponse:
         """The answer's head; its body is still to be read."""
-        request = await self._client.param_serialize(
-            method, path, query_params=query, header_params=headers, body=body, auth_settings=["BearerToken"]
+        method, url, headers, _, _ = await self._client.param_serialize(
+            method, path, query_params=query, header_params=headers, auth_settings=["BearerToken"]
         )
-        answer = await self._client.call_api(*request, _request_timeout=limits)
+        # The body is not given to it: it would look through each for objects of its own classes.
+        answer = await self._client.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = answer.response
         return response
 

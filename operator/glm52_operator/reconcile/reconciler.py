@@ -29,7 +29,7 @@ from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.reconcile.wanted import Resolver, Wanted
 from glm52_operator.status.compute import Observed, compute, is_settled
 from glm52_operator.status.conditions import Verdict
-from glm52_operator.status.ends import Ends, replicas
+from glm52_operator.status.ends import Ends, Pods, replicas
 from glm52_operator.status.ends import observe as observe_ends
 from glm52_operator.status.notices import repaired, transition
 from glm52_operator.status.schedulable import UNOBSERVED, schedulable
@@ -41,6 +41,10 @@ SOON = 10.0
 
 SETTLING = 2.0
 """Seconds that a controller has to make the pods that it lacks before its events are read for why it does not."""
+
+ACTING = 0.5
+"""Seconds that controllers have to act on a change before the status tells of it: at once it would say that nobody has
+seen the change yet, and be out of date with the next event."""
 
 QUIET_ATTEMPTS = 3
 """Conflicts and short outages are retried that often before the status tells of them."""
@@ -73,6 +77,8 @@ class Reconciler:
     _nodes: Nodes = field(init=False)
     _lacking: dict[tuple[Key, names.Component], float] = field(default_factory=dict)
     """Since when a workload has fewer pods than are wanted."""
+    _acting: dict[Key, float] = field(default_factory=dict)
+    """When a workload was written that no status has told of."""
 
     def __post_init__(self) -> None:
         self.roller = Roller(self.api, self.store, self.utcnow)
@@ -90,6 +96,7 @@ class Reconciler:
                 self.recorder.forget(resource["metadata"]["uid"])
                 self._resolver.forget(resource["metadata"]["uid"])
             self._told.pop(key, None)
+            self._acting.pop(key, None)
             for component in names.ROLES:
                 self._lacking.pop((key, component), None)
             self.listener.follow(key, {})
@@ -107,22 +114,29 @@ class Reconciler:
             await self.recorder.record(resource, map(repaired, applied.repaired))
         failures = applied.failures
         held: dict[Role, str] = {}
+        pods = self._pods(key)
         if isinstance(resolved, Target):
-            rolled = await self._roll_out(key, resource, resolved)
+            rolled = await self._roll_out(key, resource, resolved, pods)
             failures += rolled.failures
             held = rolled.held
-        pods, departed = self._pods(key), self.store.departed(key)
+            pods = self._pods(key) if rolled.notices else pods
+        departed = self.store.departed(key)
         ends: Ends | None = None
         if isinstance(resolved, Target):
             ends = observe_ends(resource, resolved, pods, departed, self.listener.heard(key), self.utcnow())
             self.listener.follow(key, askable(pod for members in pods.values() for pod in members))
             chosen = actions(ends.restarts, replicas(resolved, pods), ends.policy, self.utcnow())
             failures += await self.restarter.act(key, chosen)
+            pods = self._pods(key) if chosen else pods
         self._tell(key, failures)
         if failures and all(failure.transient for failure in failures) and attempt < QUIET_ATTEMPTS:
             return Result(failed=True)
-        observed = await self._observe(key, found, failures, held)
+        observed = await self._observe(key, found, pods, failures, held)
         status = compute(resource, resolved, observed, ends, now=self.utcnow())
+        acting = self._acting_for(key, status, set_off=applied.sets_off)
+        if acting is not None and not failures:
+            return Result(requeue_after=acting)
+        self._acting.pop(key, None)
         written = await self._write_status(key, resource, status)
         if written and ends is not None:
             self.store.forget_departed(key, departed)
@@ -135,10 +149,10 @@ class Reconciler:
             return Result(failed=True)
         return Result(requeue_after=None if isinstance(resolved, Invalid) else self._next_look(key, status, ends))
 
-    async def _roll_out(self, key: Key, resource: Object, target: Target) -> Rolled:
+    async def _roll_out(self, key: Key, resource: Object, target: Target, pods: Pods) -> Rolled:
         """The next step of a rollout, if there is one to take now."""
         workloads: dict[names.Component, Object | None] = {role: self._workload(key, role) for role in names.ROLES}
-        rolled = await self.roller.step(key, plan_for(target, workloads, self._pods(key)).replacements)
+        rolled = await self.roller.step(key, plan_for(target, workloads, pods).replacements)
         await self.recorder.record(resource, rolled.notices)
         return rolled
 
@@ -151,10 +165,9 @@ class Reconciler:
         return pods
 
     async def _observe(
-        self, key: Key, wanted: Wanted | Invalid, failures: list[Failure], held: Mapping[Role, str]
+        self, key: Key, wanted: Wanted | Invalid, pods: Pods, failures: list[Failure], held: Mapping[Role, str]
     ) -> Observed:
         workloads = {component: self._workload(key, component) for component in (*names.ROLES, names.ROUTER)}
-        pods = self._pods(key)
         events: dict[names.Component, list[str]] = {}
         room = UNOBSERVED
         if isinstance(wanted, Wanted):
@@ -164,6 +177,14 @@ class Reconciler:
                 if workload is not None and self._is_refused_pods(key, component, workload):
                     events[component] = await self._create_failures(key, workload)
         return Observed(workloads=workloads, pods=pods, failures=failures, events=events, schedulable=room, held=held)
+
+    def _acting_for(self, key: Key, status: Object, *, set_off: bool) -> float | None:
+        """Seconds that a change is still given to show, in which the status would be out of date at once."""
+        now = self.applier.clock.now()
+        if set_off:
+            self._acting.setdefault(key, now)
+        left = self._acting[key] + ACTING - now if key in self._acting else 0.0
+        return left if left > 0 and not is_settled(status) else None
 
     def _is_refused_pods(self, key: Key, component: names.Component, workload: Object) -> bool:
         """Whether its controller has had the time to make what it lacks: it says what it has before it is done."""
@@ -180,7 +201,7 @@ class Reconciler:
             return SETTLING
         return None if _rests(status, ends) and not lacking else SOON
 
-    async def _schedulable(self, wanted: Wanted, pods: dict[names.Component, list[Object]]) -> Verdict:
+    async def _schedulable(self, wanted: Wanted, pods: Pods) -> Verdict:
         """The nodes are asked for only while a pod has none: at rest nothing is listed."""
         demanded = demands(wanted.target, pods, wanted.needs)
         missing = any(demand.missing for demand in demanded)

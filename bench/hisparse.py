@@ -28,7 +28,7 @@ import torch
 
 from bench import shapes, steered
 from bench.report import reached
-from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
+from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Model
 from glm52_engine.model.cache import HotCache
@@ -80,26 +80,13 @@ SIZES = {
 
 def tiny() -> ModelSpec:
     """The same in sizes for a test."""
-    config = shapes.config() | {
+    return steered.spec({
         "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4,
         "num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16,
         "head_dim": 16, "index_n_heads": 8, "index_head_dim": 32, "index_topk": 32, "vocab_size": 512,
-        "indexer_types": TYPES, "eos_token_id": [500], "pad_token_id": 500, "dtype": "bfloat16",
-    }  # fmt: skip
-    return parse_model_spec(_without_schedule(config), Path("bench/hisparse.py"))
-
-
-def full() -> ModelSpec:
-    return parse_model_spec(_without_schedule(shapes.config() | {"indexer_types": TYPES}), Path("bench/hisparse.py"))
-
-
-TYPES = ["full", "shared", "shared", "shared"]
-
-
-def _without_schedule(config: dict[str, Any]) -> dict[str, Any]:
-    """The list says it; the two numbers are the real model's and say otherwise."""
-    return {key: value for key, value in config.items() if key not in ("index_topk_freq", "index_skip_topk_offset")}
+        "eos_token_id": [500], "pad_token_id": 500, "dtype": "bfloat16",
+    })  # fmt: skip
 
 
 @dataclass
@@ -383,7 +370,7 @@ def main() -> None:
         "size": chosen.size,
         "rows": rows,
     }
-    for row in run(size, tiny() if device == "cpu" else full(), device, lambda text: print(text, flush=True)):
+    for row in run(size, tiny() if device == "cpu" else steered.spec(), device, lambda text: print(text, flush=True)):
         print(json.dumps(row), flush=True)
         rows.append(row)
         result["seconds"] = round(time.perf_counter() - began, 1)

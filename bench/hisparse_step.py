@@ -2,9 +2,12 @@
 
     python -m bench.hisparse_step [--out docs/benchmarks]
 
-GPU, full layer dimensions, 4 layers, random weights: their selections move far more than a trained model's do, so the
-time is a worst case. Logits are compared step by step with the same tokens; a second step with a whole cache of its own
-is the control, and says how equal two runs of one thing are.
+GPU, full layer dimensions, 4 layers. First random weights: their selections move far more than a trained model's do, so
+the time is a worst case. Logits are compared step by step with the same tokens; a second step with a whole cache of its
+own is the control, and says how equal two runs of one thing are.
+
+Then selections that move as is stated (`bench.steered`), one full layer and three shared ones: the same step with all
+fetches on the stream of the compute, as it is, and without those of the shared layers, says what of these is hidden.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import shapes
+from bench import shapes, steered
 from bench.decode import median_ms
 from bench.report import reached
-from glm52_engine.kv import Pool
+from glm52_engine.kv import KvLayout, Pool
+from glm52_engine.kv.hisparse import HotStep
 from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import FP8
-from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
+from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights, device_weights
 from glm52_engine.model.prefill import Prefill
 from glm52_engine.model.sparse_pool import SparsePool
 
@@ -119,6 +125,73 @@ def compare(weights: DeviceWeights, rows: int, context: int, dtype: torch.dtype)
     }
 
 
+@contextmanager
+def shared_layers(how: str) -> Iterator[None]:
+    """Steps captured within fetch for shared layers `beside` the compute, as always, `behind` it, or `not` at all."""
+    aside, gather = HotStep._aside, HotStep._gather
+
+    def inline(self: HotStep, work: Any) -> None:
+        work()
+
+    def own_only(self: HotStep, group: int, layer: int, *, beside: bool) -> None:
+        if not beside:
+            gather(self, group, layer, beside=beside)
+
+    if how == "behind":
+        HotStep._aside = inline  # type: ignore[assignment]
+    elif how == "not":
+        HotStep._gather = own_only  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HotStep._aside, HotStep._gather = aside, gather  # type: ignore[method-assign]
+
+
+def hidden(rows: int = 32, context: int = 32_768) -> Iterator[dict[str, Any]]:
+    """Step times by what is done for shared layers, at each overlap of consecutive selections."""
+    spec = steered.spec()
+    tensors = shapes.random_tensors(spec, "cuda")
+    steered.steer(spec, tensors)
+    weights = device_weights(spec, tensors, "cuda")
+    blocks = -(-(context + 1024) // BLOCK)
+    layout = KvLayout.of(spec, BLOCK, "bf16")
+    slab = host_slab(rows * blocks * layout.block_bytes)
+    pinned = pin(slab, Cuda(0), place=gpu_place(0))
+    host = Pool(layout, rows * blocks, slab)
+    steered.fill(host, "cuda")
+    table = torch.randperm(rows * blocks, device="cuda", dtype=torch.int32).view(rows, blocks)
+    first = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    sparse = SparsePool(spec, host, seats=rows, rows=HOT_ROWS, device="cuda")
+    steps = {}
+    for how in ("beside", "behind", "not"):
+        with shared_layers(how):
+            steps[how] = Captured(weights, sparse, table, first, context)
+    for overlap in (0.95, 0.8, 0.5):
+        times = {}
+        for how, each in steps.items():
+            for row in range(rows):
+                sparse.begin(rows - 1 - row, table[row].tolist(), arrived=context)
+            each.step.positions.fill_(context)
+            each.step.lengths.fill_(context + 1)
+            each.step._frequencies[0] = steered.speed(spec, context, overlap)
+            median_ms(each.graph.replay, 8)  # the first ones find nothing
+            before = sparse.hot.counters()
+            times[how], _ = median_ms(each.graph.replay, 4 * STEPS)
+            torch.cuda.synchronize()
+            after = sparse.hot.counters()
+        missed = (after["misses"] - before["misses"]) / (4 * STEPS + 5) / rows
+        cost = times["behind"] - times["not"]
+        yield {
+            "rows": rows,
+            "context": context,
+            "overlap": overlap,
+            "missed_per_row": round(missed, 1),
+            **{f"{how}_ms": round(time, 3) for how, time in times.items()},
+            "hidden": round((times["behind"] - times["beside"]) / cost, 3),
+        }
+    pinned.release()
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     arguments.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
@@ -131,11 +204,17 @@ def main() -> None:
             rows.append(compare(weights, batch, context, dtype))
             print(rows[-1], flush=True)
             torch.cuda.empty_cache()
+    del weights
+    overlaps = []
+    for row in hidden():
+        overlaps.append(row)
+        print(row, flush=True)
     result = {
         "machine": {"gpu": torch.cuda.get_device_name()},
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__},
         "rows": rows,
+        "overlaps": overlaps,
         "reach": [
             reached(
                 f"logits of {row['rows']} rows, {row['kv']}, as equal as two whole caches",
@@ -145,6 +224,16 @@ def main() -> None:
                 row["worst_apart"] <= row["control_apart"],
             )
             for row in rows
+        ]
+        + [
+            reached(
+                f"shared layers' fetches hidden, {row['rows']} rows, overlap {row['overlap']}",
+                row["hidden"],
+                "",
+                0.9,
+                row["hidden"] >= 0.9,
+            )
+            for row in overlaps
         ],
     }
     (chosen.out / "hisparse_step.json").write_text(json.dumps(result, indent=1) + "\n")

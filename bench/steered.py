@@ -12,10 +12,15 @@ first one, at the frequency that is asked for; keys of new tokens come from the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from glm52_engine.checkpoint.config import ModelSpec
+from bench import shapes
+from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
 from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.kv import Pool
 
@@ -25,6 +30,14 @@ CHANNEL = 8.0
 SPREAD = 0.2
 """Radians between the outermost heads' hands: in bfloat16 one hand points up to 0.004 beside its mark, many on average
 do not."""
+
+
+def spec(sizes: Mapping[str, Any] = MappingProxyType({})) -> ModelSpec:
+    """The model of `shapes` with one full layer, whose selection the three others share; `sizes` of another one."""
+    # The list says which layers are full; the two numbers are the real model's and say otherwise.
+    config = {k: v for k, v in shapes.config().items() if k not in ("index_topk_freq", "index_skip_topk_offset")}
+    types = ["full", "shared", "shared", "shared"]
+    return parse_model_spec(config | {"indexer_types": types} | dict(sizes), Path("bench/steered.py"))
 
 
 def steer(spec: ModelSpec, weights: Weights) -> None:

@@ -33,7 +33,7 @@ def test_hits_follow_the_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_real_size_can_be_built() -> None:
     """What only a GPU runs: its model's configuration is accepted, and its pool holds its largest case."""
-    spec, size = hisparse.full(), SIZES["full"]
+    spec, size = steered.spec(), SIZES["full"]
     assert spec.indexer_types == ("full", "shared", "shared", "shared")
     for context, counts in size.cases:
         assert max(counts) <= size.seats

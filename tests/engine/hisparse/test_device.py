@@ -74,6 +74,7 @@ def test_decode_reads_whole_contexts_through_hot_buffers(
         step.seats[row] = seat
         step.table[row] = plain.tables[row, :5].int()
         if whole:
+            pool.hot.settle({})
             step.frames[row] = pool.hot.frames[seat]
         step.tokens[row], step.positions[row], step.lengths[row] = first, length, length + 1
     for _ in range(STEPS):

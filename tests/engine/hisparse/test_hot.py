@@ -317,3 +317,13 @@ def test_what_cannot_be() -> None:
         )
     with pytest.raises(ValueError, match="first layer is shared"):
         layer_groups(("shared", "full"))
+
+
+def test_of_many_that_come_at_once_none_is_brought_for_nothing(rank: Rank, device: str, few_frames: None) -> None:
+    """Six frames: what the last one's context leaves no room for is not fetched whole before."""
+    rank = Rank(rank.pool.form, device, auto=True)
+    rank.admit(0, [0, 1], 5)
+    rank.admit(1, [2, 3, 4, 5], 10)
+    rank.admit(2, [6], 1)
+    rank.pool.settle({})
+    assert (rank.pool.whole, rank.counters()["fetched"]) == (False, 0)

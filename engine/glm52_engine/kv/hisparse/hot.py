@@ -60,6 +60,7 @@ class HotPool:
         # The last row takes what no row is for.
         self._books = Frames(0 if longest is None else (count - 1) // host.block_size)
         self._blocks: dict[int, tuple[int, ...]] = {}
+        self._awaited: dict[int, int] = {}
         self.frames = torch.zeros(seats, longest or 0, dtype=torch.int32, device=self.device)
         cuda = self.device.type == "cuda"
         self.copies = torch.cuda.Stream(self.device) if cuda else None
@@ -99,8 +100,10 @@ class HotPool:
         self._blocks[seat] = tuple(blocks)
         if self.whole:
             self._place(seat)
-            self.bring(seat, 0, arrived)
+            # Brought in `settle`: of many that come between two steps, the last may be the one too many for all.
+            self._awaited[seat] = arrived
         elif before:
+            self._awaited.clear()
             # Nothing was kept up while contexts lay whole, and their rows are where the hot ones will be.
             self.residency.owner.fill_(-1)
             self.residency.counters[COUNTERS.index("held")] = 0
@@ -111,13 +114,17 @@ class HotPool:
         """The seat's sequence is over. A step under way may still write where it was; nobody gets that before."""
         self._books.leave(seat)
         self._blocks.pop(seat, None)
+        self._awaited.pop(seat, None)
 
     def settle(self, lengths: Mapping[int, int]) -> bool:
-        """Before a step: contexts lie whole again if they may. True when that has changed.
+        """Before a step: contexts lie whole again if they may, True when that has changed; or new ones are brought.
 
         lengths: tokens with KV in host memory of the seats that take part; if some seat is missing, nothing changes.
         """
         if not self._books.can_return(lengths.keys()):
+            for seat, arrived in self._awaited.items():
+                self.bring(seat, 0, arrived)
+            self._awaited.clear()
             return False
         self._books.bring_back()
         for seat in self._books.seated:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +49,65 @@ def test_an_end_that_nobody_asked_for_is_a_crash(ended: Any, reason: str, says: 
     assert (found.reason, found.is_crash, found.asked) == (reason, True, False)
     assert says in found.message
     assert (found.pod, found.node, found.revision) == ("chat-decode-0", "worker", "r1")
+
+
+KUBELET_BYTES = 2048
+"""Of the end of a log, which the kubelet takes for a message where there is none."""
+
+FALLS = """
+import ctypes, sys, threading
+from glm52_engine.lifecycle.termination import tell_native_end
+from glm52_engine.transfer.agent import TransferAgent
+from tests.engine.serve.fakes import FakePool
+
+class Falls:
+    def getNotifs(self, *_):
+        ctypes.CDLL(None).abort()
+
+tell_native_end()
+for _ in range(8):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+agent = TransferAgent("prefill/1", [FakePool(1)], on_notice=lambda notice: None, expects=lambda: FALLING.is_set())
+FALLING = threading.Event()
+agent.start()
+if sys.argv[1] == "transport":
+    agent._nixl.agent = Falls()
+    FALLING.set()
+    threading.Event().wait()
+ctypes.CDLL(None).abort()
+"""
+
+
+@pytest.mark.parametrize("where", ["transport", "elsewhere"])
+def test_a_native_end_within_the_kv_transport_is_called_that(where: str) -> None:
+    root = Path(__file__).parents[2]
+    fell = subprocess.run(
+        [sys.executable, "-c", FALLS, where],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{root / 'engine'}:{root}"},
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    assert fell.returncode == -signal.SIGABRT, fell.stderr.decode()
+    # An engine has loaded more modules than this process.
+    log = fell.stderr.decode().rstrip() + ", torch._C" * 40
+    found = only(with_container("chat-prefill-0", RUNNING, terminated(-5, 134, message=log[-KUBELET_BYTES:])))
+    assert found.reason == "Killed"
+    assert ("killed by SIGABRT in the KV transport" in found.message) is (where == "transport")
+
+
+def test_the_kv_transport_on_another_threads_stack_says_nothing_of_a_native_end() -> None:
+    log = """Thread 0x00007fb7ca1fe6c0 (most recent call first):
+  File "/site-packages/nixl_cu13/_api.py", line 796 in get_new_notifs
+
+Current thread 0x00007fb888ca7b80 (most recent call first):
+  File "/site-packages/torch/cuda/__init__.py", line 900 in synchronize
+
+Thread 0x00007fb7ca9ff6c0 (most recent call first):
+  File "/site-packages/nixl_cu13/_api.py", line 796 in get_new_notifs
+"""
+    found = only(with_container("chat-prefill-0", RUNNING, terminated(-5, 139, message=log)))
+    assert "killed by SIGSEGV\n" in found.message
 
 
 def test_a_refused_configuration_is_no_crash() -> None:

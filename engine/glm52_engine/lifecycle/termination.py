@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import socket
@@ -41,6 +42,12 @@ def stack_of(thread: str) -> str:
         return f"no thread named {thread}"
     calls = reversed(traceback.extract_stack(frame)[-STACK_CALLS:])
     return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
+
+
+def tell_native_end() -> None:
+    """A native abort leaves no message, and the kubelet takes the last 2 KB of the log: from now on Python writes into
+    them where the thread was that fell. Among the stacks of all threads it would seldom be there."""
+    faulthandler.enable(all_threads=False)
 
 
 def leave(

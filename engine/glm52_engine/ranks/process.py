@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import socket
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.leftovers import is_first_process, sweep
 from glm52_engine.lifecycle.phases import Phase, Phases
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
-from glm52_engine.lifecycle.termination import last_line, leave
+from glm52_engine.lifecycle.termination import last_line, leave, tell_native_end
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.ranks.crew import RankFailed
 from glm52_engine.ranks.frames import ProtocolError
@@ -72,7 +71,7 @@ class End:
 
 def rank_host(options: RankHostOptions) -> int:
     """Runs until TERM, the leader's end or a failure; the exit code, after the termination message is written."""
-    faulthandler.enable()
+    tell_native_end()
     logs.setup(f"{options.role} rank host")
     if is_first_process():
         sweep()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import secrets
@@ -27,7 +26,7 @@ from glm52_engine.lifecycle.life import Life
 from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.states import STUCK_AFTER_SECONDS
-from glm52_engine.lifecycle.termination import host_name, last_line, leave, stack_of
+from glm52_engine.lifecycle.termination import host_name, last_line, leave, stack_of, tell_native_end
 from glm52_engine.lifecycle.threads import in_thread
 from glm52_engine.serve.app import make_app
 from glm52_engine.serve.load import agent_for, is_consequence, load_engine
@@ -76,8 +75,7 @@ class End:
 
 def serve(options: ServeOptions) -> int:
     """Runs until TERM or a failure; returns the exit code after the termination message is written."""
-    # A native abort leaves no message: the kubelet then takes the end of the log, where this puts every thread's stack.
-    faulthandler.enable()
+    tell_native_end()
     logs.setup(options.role)
     trace.setup(options.role)
     if is_first_process():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,14 @@ DEFAULT_GRACE_SECONDS = 30
 CLOCKS = datetime.timedelta(seconds=5)
 """By how much a node's clock may be behind the API server's before the end of a pod that was told to go looks like one
 that came first."""
+
+IN_TRANSPORT = (
+    "in the KV transport (NIXL, UCX), which nothing can catch; over TCP that happens when a decode pod is killed while "
+    "it reads from this one"
+)
+"""What is said of a native end within a call of NIXL."""
+
+_NIXL = "/nixl_cu13/"
 
 _AT_TERM = frozenset({Outcome.DRAINED, Outcome.DRAIN_TIMED_OUT})
 """How an engine ends that was asked to."""
@@ -197,8 +206,10 @@ def _message(
     if words is not None:
         first, lines = words.message, words.log
     else:
-        first = _signal(code) or f"exit code {code}"
         lines = tuple(text.splitlines())
+        first = _signal(code) or f"exit code {code}"
+        if _signal(code) and _in_transport(lines):
+            first += f" {IN_TRANSPORT}"
     if status.get("phase") == "Failed" and status.get("message"):
         first = f"{status['message']} ({first})"
     elif ended.get("reason") == "OOMKilled":
@@ -221,6 +232,13 @@ def _signal(code: int) -> str:
         return f"killed by {signal.Signals(code - 128).name}" if code > 128 else ""
     except ValueError:
         return ""
+
+
+def _in_transport(lines: Sequence[str]) -> bool:
+    """Whether the thread that a signal ended was within NIXL, by the stack that Python leaves of it. Stacks of other
+    threads, which follow where an engine leaves them, do not count: NIXL is among them whoever falls."""
+    stack = itertools.dropwhile(lambda line: not line.startswith(("Stack (", "Current thread ")), lines)
+    return any(_NIXL in line for line in itertools.takewhile(str.strip, stack))
 
 
 def _revision(pod: Pod) -> str:

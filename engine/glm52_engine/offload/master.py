@@ -29,6 +29,8 @@ def master_command(host: str, port: int, health_port: int) -> list[str]:
         f"--metrics_host={host}",
         f"--metrics_port={health_port}",
         f"--client_ttl={CLIENT_SECONDS}",
+        # Of a pod that was killed while it saved; till then others cannot save what it was about to.
+        f"--put_start_discard_timeout_sec={CLIENT_SECONDS}",
         # Two kilobytes of log every few seconds, which its metrics say as well.
         "--enable_metric_reporting=false",
     ]

@@ -35,6 +35,11 @@ class Master:
     def address(self) -> str:
         return f"127.0.0.1:{self._ports[0]}"
 
+    @property
+    def health_port(self) -> int:
+        """Of its metrics, too."""
+        return self._ports[1]
+
     def start(self) -> None:
         command = master_command("127.0.0.1", *self._ports)
         with self._log.open("ab") as log:

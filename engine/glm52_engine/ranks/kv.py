@@ -11,8 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from glm52_engine.kv import Pool
 from glm52_engine.lifecycle.termination import host_name
@@ -34,7 +35,8 @@ from glm52_engine.transfer.devices import Choice
 log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 20.0
-"""Most for a pull into another host's pool: the leader, who learns of a lost lease or a dead peer, cannot cut it."""
+"""Most for a pull into another host's pool: the leader, who learns of a lost lease or a dead peer, does not reach it
+there."""
 
 
 def agent_of(peer: Peer) -> Agent:
@@ -131,6 +133,8 @@ class ReplicaAgent:
         self.name = own.name
         self._own, self._others, self._carrier = own, tuple(peer_of(other) for other in others), carrier
         self.regions = tuple(itertools.chain(own.regions, *(peer.regions for peer in self._others)))
+        self._under_way: dict[asyncio.Future[str], str] = {}
+        """Pulls into other hosts' pools: what ends the wait for one with a reason, and from which peer it reads."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -148,27 +152,60 @@ class ReplicaAgent:
         if pull.local_rank < len(self._own.regions):
             return await self._own.pull(pull)
         asked = self._carrier.fetch(pull)
+        cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._under_way[cut] = pull.peer.name
         cancelled: asyncio.CancelledError | None = None
-        while not asked.done():
-            try:
-                await asyncio.wait([asked])
-            except asyncio.CancelledError as error:
-                cancelled = error
+        try:
+            while not (asked.done() or (cut.done() and cancelled is None)):
+                try:
+                    either: list[asyncio.Future[Any]] = [asked] if cancelled is not None else [asked, cut]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        finally:
+            del self._under_way[cut]
         if cancelled is not None:
             with contextlib.suppress(TransferError):
                 asked.result()
             raise cancelled
-        return asked.result()
+        into = f"a pull into rank {pull.local_rank} on host {self._host(pull.local_rank)}"
+        if not asked.done():
+            raise PullCut(f"{into} was cut: {cut.result()}", _over(asked))
+        try:
+            return asked.result()
+        except TransferError as error:
+            raise TransferError(f"{into} failed: {error}") from error
 
     def cut(self, peer: str, reason: str) -> None:
-        """Pulls into pools of other hosts are not reached: they end by their own limit."""
+        """A pull into another host's pool goes on until its own limit and keeps its blocks until then; who waits for
+        it is told now."""
         self._own.cut(peer, reason)
+        for waiting in [waiting for waiting, name in self._under_way.items() if name == peer and not waiting.done()]:
+            waiting.set_result(reason)
+
+    def _host(self, rank: int) -> str:
+        """Names of agents are HOST/ID."""
+        found = (p.name for p in self._others if p.first_rank <= rank < p.first_rank + len(p.regions))
+        return next(found, "?").rpartition("/")[0]
 
     async def checksums(self, rank: int, blocks: Sequence[int]) -> list[int] | None:
         return await self._own.checksums(rank, blocks) if rank < len(self._own.regions) else None
 
     def close(self) -> None:
         self._own.close()
+
+
+def _over(asked: asyncio.Future[int]) -> Future[None]:
+    """Ends with the answer to a question, whatever it is."""
+    over: Future[None] = Future()
+
+    def answered(of: asyncio.Future[int]) -> None:
+        if not of.cancelled():
+            of.exception()  # nobody asks for it any more
+        over.set_result(None)
+
+    asked.add_done_callback(answered)
+    return over
 
 
 def bytes_of(text: str) -> bytes:

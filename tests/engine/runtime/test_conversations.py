@@ -151,6 +151,21 @@ async def test_the_next_turn_computes_only_what_is_new(maker: Maker, salt: str) 
     target.stop()
 
 
+async def test_a_seat_that_was_taken_before_the_salt_was_known_saves_under_the_salt(maker: Maker) -> None:
+    asked = greedy("r", PROMPT, OUTPUT, ignore_eos=True)
+    salted = Request("r", PROMPT, asked.sampling, cache_salt="x")
+    shelf = Shelf()
+    target = maker.make(prefix_cache=False, model=ContentModel(maker.spec.vocab_size))
+    target.use_store(shelf)
+    target.start()
+    async with maker.running(model=ContentModel(maker.spec.vocab_size)) as source:
+        blocks, first = await hand_over(source, target, asked)
+        said = [first.id, *[token.id async for token in target.decode(salted, blocks, first)]]
+        await eventually(lambda: idle(target))
+        assert set(shelf.kept) == set(keys_of(target, salted, [*PROMPT, *said[:-1]]))
+    target.stop()
+
+
 async def test_without_a_store_no_output_is_kept(maker: Maker) -> None:
     kept: list[Span] = []
 

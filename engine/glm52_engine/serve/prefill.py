@@ -157,13 +157,18 @@ async def progress(pod: Pod, call: ProgressCall) -> ProgressCard:
     until = pod.life.clock() + PROGRESS_SECONDS
     while True:
         partial = parts.engine.partial(call.id)
+        over = pod.life.clock() >= until
+        # Who does not know our agent asks for the first time: the prompt may be on its way to the engine.
+        if partial is None and not call.agent and not over and not parts.holder.holds(call.id):
+            await asyncio.sleep(LOOK_SECONDS)
+            continue
         if partial is None:
             return ProgressCard(state="over" if parts.holder.holds(call.id) else "unknown")
         if partial.request.choices > 1:
             # Each reads into blocks of its own.
             return ProgressCard(state="unknown")
         kept = partial.kept // parts.engine.pools[0].block_size
-        if kept > call.seen or pod.life.clock() >= until:
+        if kept > call.seen or over:
             return _progress_of(pod, parts, call, partial, kept)
         await asyncio.sleep(LOOK_SECONDS)
 

@@ -276,6 +276,7 @@ async def test_the_seat_goes_back_when_nobody_continues_the_prompt(made: Made, m
     assert (await asyncio.wait_for(asking, 20)).status == 200
     await until("decode holds nothing", decode.idle)
     assert len(parts(made.prefill).holder) == 1, "whoever comes finds the KV"
+    await made.pods.internal(made.prefill, "kv/release", {"id": "x"})
 
 
 async def test_a_prefill_that_knows_nothing_of_the_prompt_is_left_alone(
@@ -286,6 +287,47 @@ async def test_a_prefill_that_knows_nothing_of_the_prompt_is_left_alone(
     await made.pods.internal(decode, "early", {"id": "x", "address": made.prefill.process.pod.address})
     await until("it is over", lambda: "x" not in parts(decode).early)
     assert decode.idle()
+
+
+async def test_a_prefill_pod_that_is_not_there_costs_nothing(made: Made) -> None:
+    decode = made.pods.decode[0]
+    await made.pods.internal(decode, "early", {"id": "x", "address": "127.0.0.1:1"})
+    await until("it is over", lambda: "x" not in parts(decode).early)
+    assert decode.idle()
+
+
+async def test_a_prefill_pod_of_another_model_is_not_read(build: Builder) -> None:
+    pods = await build.deployment([FakeEngine(chunk=CHUNK, model="a")], [FakeEngine(model="b")], router=False)
+    decode, address = pods.decode[0], pods.prefill[0].process.pod.address
+    await pods.internal(decode, "early", {"id": "x", "address": address})
+    call = {"id": "x", "endpoint": "completions", "body": body(prompt=PROMPT, max_tokens=OUTPUT)}
+    asking = asyncio.create_task(pods.internal(pods.prefill[0], "prefill", call))
+    made = Made(pods)
+    made.step()
+    await until("it is over", lambda: "x" not in parts(decode).early)
+    assert decode.idle()
+    assert not made.early()
+    made.step(3)
+    assert (await asyncio.wait_for(asking, 20)).status == 200
+    await pods.internal(pods.prefill[0], "kv/release", {"id": "x"})
+
+
+async def test_many_at_once_cross_early_and_none_gets_anothers_text(build: Builder) -> None:
+    """Where seats are few: some come early, and some have to wait."""
+    made = Made(await build.deployment([FakeEngine(chunk=CHUNK, num_blocks=200)], [FakeEngine()]))
+    prompts = [[ord("a") + (index + shift) % 26 for index in range(len(PROMPT) - shift)] for shift in range(12)]
+    calls = [body(prompt=prompt, max_tokens=OUTPUT) for prompt in prompts]
+    asks = [asyncio.create_task(made.pods.post("/v1/completions", call)) for call in calls]
+    entries = parts(made.pods.decode[0]).early._entries
+    await until("as many as may have begun", lambda: len(entries) == 2)
+    await until("all are being computed", lambda: len(made.prefill.engine._partial) == len(prompts))
+    made.step(len(prompts))
+    await until("something came early", lambda: made.early() > 0)
+    made.step(100)
+    for prompt, asking in zip(prompts, asks, strict=True):
+        answer = await asyncio.wait_for(asking, 20)
+        assert answer.json()["choices"][0]["text"] == expected_text(prompt, OUTPUT)
+    await made.pods.idle()
 
 
 async def test_what_was_read_of_other_blocks_is_thrown_away(made: Made) -> None:

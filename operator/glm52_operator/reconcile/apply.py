@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from glm52_operator import names
@@ -28,6 +28,9 @@ TOKEN_BYTES = 32
 SECRET_RECHECK_SECONDS = 30.0
 WAITING_SECONDS = 10.0
 """How long a pod may have no container that runs before its Secret is asked for."""
+AT_ONCE = 3
+"""Children of one deployment under way: each takes a connection, and there are several workers. Connections are not
+limited themselves: a webhook that hangs would then keep the lease from being renewed."""
 _WORKLOADS = {"StatefulSet", "Deployment"}
 
 
@@ -114,6 +117,7 @@ class Applier:
     async def _apply_all(self, target: Target, groups: Iterable[Sequence[Object]], *, complete: bool) -> Applied:
         applied = Applied([])
         asked = blocked = False
+        free = asyncio.Semaphore(AT_ONCE)
         for group in groups:
             if not asked and any(child["kind"] in _WORKLOADS for child in group):
                 asked = not self._has_secret(target, group)
@@ -121,7 +125,8 @@ class Applier:
                 blocked = any(_blocks(failure, target) for failure in applied.failures)
             wanted = [child for child in group if not (blocked and child["kind"] in _WORKLOADS)]
             # Each for itself, side by side: a chain of a dozen answers would be what a change takes.
-            work = [self._apply_child(target, child, complete=complete) for child in wanted if not self._agrees(child)]
+            changed = [child for child in wanted if not self._agrees(child)]
+            work = [_within(free, self._apply_child(target, child, complete=complete)) for child in changed]
             for done in await asyncio.gather(*work):
                 applied.failures += done.failures
                 applied.repaired += done.repaired
@@ -269,6 +274,11 @@ class Applier:
         self.store.remove(kind, obj)
         log.info("%s/%s: deleted %s %s, no longer wanted", target.namespace, target.name, kind.kind, meta["name"])
         return None
+
+
+async def _within(free: asyncio.Semaphore, work: Awaitable[Applied]) -> Applied:
+    async with free:
+        return await work
 
 
 def _refusal(observed: Object, target: Target, kind: str, name: str) -> Failure | None:

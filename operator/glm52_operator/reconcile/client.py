@@ -26,6 +26,8 @@ _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _READS = frozenset({"get", "list"})
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
+PAGE = 100
+"""Objects of one answer to a list: unpacked, a page is the most that the operator ever holds at once."""
 _NO_OBJECTS_VERSION = "1"
 """The version of an empty store: no object ever has it."""
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -111,7 +113,7 @@ class Api:
         items: builtins.list[Object] = []
         token: str | None = None
         while True:
-            query = [("limit", "200")]
+            query = [("limit", str(PAGE))]
             query += [("labelSelector", labels)] if labels else []
             query += [("fieldSelector", fields)] if fields else []
             query += [("continue", token)] if token else []

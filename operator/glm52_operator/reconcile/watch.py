@@ -12,7 +12,7 @@ from typing import Any
 
 import kopf
 
-from glm52_operator.reconcile.client import MANAGED_SELECTOR
+from glm52_operator.reconcile.client import MANAGED_SELECTOR, PAGE
 from glm52_operator.reconcile.clock import Clock
 from glm52_operator.reconcile.health import Health
 from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, WATCHED, Kind
@@ -62,7 +62,7 @@ def settings() -> kopf.OperatorSettings:
     own.watching.server_timeout = 40
     own.watching.client_timeout = 45
     own.watching.connect_timeout = 5
-    own.watching.chunk_size = 200
+    own.watching.chunk_size = PAGE
     for kind in WATCHED:
         if kind is not DEPLOYMENT_RESOURCE:
             own.watching.label_selectors[_selector(kind)] = MANAGED_SELECTOR

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from typing import Any
 
 import pytest
 
 from glm52_operator import names
 from glm52_operator.desired.children import build
-from glm52_operator.reconcile.apply import SECRET_RECHECK_SECONDS, WAITING_SECONDS
+from glm52_operator.reconcile.apply import AT_ONCE, SECRET_RECHECK_SECONDS, WAITING_SECONDS
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, POD, SECRET, Kind
 from glm52_operator.reconcile.nodes import FRESH_SECONDS, REFUSED_SECONDS
 from glm52_operator.reconcile.reconciler import ACTING, QUIET_ATTEMPTS, SETTLING, SOON, Result
@@ -99,6 +101,23 @@ async def test_a_change_that_no_controller_follows_is_told_however_often_it_is_e
     await scale(world, 4)
     assert statuses(world) == ["chat/status"]
     assert world.condition("Ready")["reason"] == "Applying"
+
+
+async def test_a_deployment_takes_few_connections_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = most = 0
+    apply = world.api.apply
+
+    async def slow(*arguments: Any, **more: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return await apply(*arguments, **more)
+
+    monkeypatch.setattr(world.api, "apply", slow)
+    await world.run()
+    assert 2 <= most <= AT_ONCE
 
 
 async def test_a_refusal_is_told_at_once(world: World) -> None:

@@ -106,19 +106,22 @@ async def test_blocks_of_an_answer_on_their_way_out_are_nobody_elses(maker: Make
     target.stop()
 
 
-async def test_kv_that_gave_no_numbers_is_not_saved(maker: Maker) -> None:
-    class Spoilt(HostExecutor):
-        """Its second block of output gives no numbers."""
+class Spoilt(LateExecutor):
+    """The second block of an output gives no numbers."""
 
-        def launch(self, spans: Sequence[Span]) -> EagerWork:
-            work = super().launch(spans)
-            if spans[0].start >= len(PROMPT) + BLOCK:
-                work.logits = torch.full_like(work.logits, float("nan"))
-            return work
+    def launch(self, spans: Sequence[Span]) -> EagerWork:
+        work = super().launch(spans)
+        if spans[0].start >= len(PROMPT) + BLOCK:
+            work.logits = torch.full_like(work.logits, float("nan"))
+        return work
 
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_kv_that_gave_no_numbers_is_not_saved(maker: Maker, ahead: bool) -> None:
     shelf = Shelf()
     asked = greedy("r", PROMPT, OUTPUT, ignore_eos=True)
-    target = maker.make(prefix_cache=False, executor=Spoilt)
+    # With a step ahead the end is told after the token.
+    target = maker.make(prefix_cache=False, executor=Spoilt, launch_ahead=ahead)
     target.use_store(shelf)
     target.start()
     async with maker.running() as source:

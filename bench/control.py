@@ -97,11 +97,11 @@ class Rig:
 
         self.cluster.until(f"{number} deployments have {kind}=True", all_there, PATIENCE, pause=0.05)
 
-    def until_settled(self) -> None:
-        """The operator asks for nothing any more."""
+    def until_settled(self, seconds: float = SETTLED_SECONDS) -> None:
+        """The operator has asked for nothing for so long."""
         deadline = time.monotonic() + PATIENCE
         last, since = -1, time.monotonic()
-        while time.monotonic() - since < SETTLED_SECONDS:
+        while time.monotonic() - since < seconds:
             assert time.monotonic() < deadline, "the operator does not come to rest"
             now = sum(r.resource != "leases" and r.verb != "watch" for r in self.audit.since())
             if now != last:

@@ -108,10 +108,15 @@ def test_a_restart_in_the_middle_changes_nothing(
     wait_ready(steady, NAME)
     operator_is_back(kubectl)
     after = children(steady)
-    assert {k: v["uid"] for k, v in after.items()} == {k: v["uid"] for k, v in before.items()}
+    assert lasting(after) == lasting(before)
     secret = f"Secret/{NAME}-internal"
     assert after[secret]["resourceVersion"] == before[secret]["resourceVersion"]
     assert is_current(steady.get("glm52", NAME), "Ready")
+
+
+def lasting(children: dict[str, Object]) -> dict[str, str]:
+    """Without budgets: a role of one pod has none."""
+    return {name: meta["uid"] for name, meta in children.items() if not name.startswith("PodDisruptionBudget/")}
 
 
 def test_a_deployment_that_is_deleted_and_applied_again_at_once_answers(steady: Kubectl) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -330,16 +330,37 @@ async def test_many_at_once_cross_early_and_none_gets_anothers_text(build: Build
     await made.pods.idle()
 
 
-async def test_what_was_read_of_other_blocks_is_thrown_away(made: Made) -> None:
+@pytest.mark.parametrize("wrong", ["agent", "blocks", "prompt", "cache_salt", "max_tokens"])
+async def test_what_was_read_of_anything_else_is_thrown_away(
+    made: Made, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """And everything is read anew, into another seat."""
     asking = made.asks()
-    made.step()
-    await made.early_are(CHUNK // BLOCK_SIZE)
-    entry = next(iter(parts(made.pods.decode[0]).early._entries.values()))
-    assert entry.kv is not None
-    entry.kv = entry.kv.model_copy(update={"agent": "another life of it"})
     made.step(3)
+    await made.early_are(3 * CHUNK // BLOCK_SIZE)
+    entry, fits = next(iter(parts(made.pods.decode[0]).early._entries.values())), early._fits
+    kv, request = entry.kv, entry.request
+    assert kv is not None
+    assert request is not None
+    assert entry.blocks is not None
+    made.pods.decode[0].engine.pool.write(entry.blocks.ids, [1, 2, 3])
+    theirs = {"agent": {"agent": "another life of it"}, "blocks": {"blocks": kv.blocks[::-1]}}
+    ours: dict[str, dict[str, Any]] = {
+        "prompt": {"prompt": request.prompt[::-1]},
+        "cache_salt": {"cache_salt": "of another"},
+        "max_tokens": {"sampling": replace(request.sampling, max_tokens=OUTPUT + 1)},
+    }
+
+    def judged(*seen: Any) -> bool:
+        entry.kv = kv.model_copy(update=theirs.get(wrong, {}))
+        entry.request = replace(request, **ours.get(wrong, {}))
+        return fits(*seen)
+
+    monkeypatch.setattr(early, "_fits", judged)
+    made.step()
     await made.right(asking)
-    assert made.pods.decode[0].process.pod.counters.pulls_failed == 0
+    counters = made.pods.decode[0].process.pod.counters
+    assert (counters.pulls, counters.pulls_failed) == (1, 0)
 
 
 async def test_a_request_that_waits_gets_the_seat_that_was_taken_early(build: Builder) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from glm52_operator.api import docs
 from glm52_operator.api.crd import crd, render
-from glm52_operator.api.models import Spec
+from glm52_operator.api.spec import Spec
 from glm52_operator.cli.crd import FILES
 from glm52_operator.cli.main import main
 

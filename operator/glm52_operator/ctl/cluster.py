@@ -16,7 +16,7 @@ from kubernetes.aio import config as k8s_config
 from pydantic import ValidationError
 
 from glm52_operator import names
-from glm52_operator.api.models import Spec
+from glm52_operator.api.spec import Spec
 from glm52_operator.ctl import check, diff
 from glm52_operator.ctl.diff import Change
 from glm52_operator.ctl.errors import UNREACHABLE, CtlError

@@ -8,7 +8,7 @@ from typing import Any
 from glm52_engine.config import MODEL_MOUNT, STORE_PORT, DrainConfig, HiSparseConfig, Role, RoleConfig, StoreConfig
 from glm52_engine.sizing import HostMemory, host_memory
 from glm52_operator import names
-from glm52_operator.api.models import DecodeSpec, PrefillSpec, RoleSpec, Spec
+from glm52_operator.api.spec import DecodeSpec, PrefillSpec, RoleSpec, Spec
 
 Object = dict[str, Any]
 

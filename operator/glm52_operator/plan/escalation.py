@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from glm52_operator import names
-from glm52_operator.api.models import MOST_COUNTED
+from glm52_operator.api.status import MOST_COUNTED
 
 SAME_INCIDENT = datetime.timedelta(seconds=60)
 """Hosts of one replica fall together: what they tell within this time is one crash of the replica."""

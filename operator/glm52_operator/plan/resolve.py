@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from glm52_operator import names
-from glm52_operator.api.models import Spec
+from glm52_operator.api.spec import Spec
 from glm52_operator.desired.config import engine_config
 from glm52_operator.desired.target import Target
 

@@ -1,6 +1,6 @@
 """Decode past the wall of GPU memory: KV on the GPU, the same capped, and HiSparse in the capped one's memory.
 
-    python -m bench.hisparse [--out docs/benchmarks]      one H200, 64 GiB of host memory, about 8 minutes
+    python -m bench.hisparse [--out docs/benchmarks]      one H200, 64 GiB of host memory, about 3 minutes
     python -m bench.hisparse --size short --out DIR       the same GPU, half a minute: whether it runs at all
     python -m bench.hisparse --size tiny --out DIR        the plain model on a CPU, seconds: the same
 

@@ -130,7 +130,7 @@ class LocalEngine:
             raise ValueError(f"{request.id}: decode needs the blocks that reserve gave to this request, once")
         if record.chain and request.cache_salt != record.request.cache_salt:
             record.chain = self._continuable(request, len(request.prompt))
-        if request.prompt != record.request.prompt:
+        if first.finish is None and request.prompt != record.request.prompt:
             raise ValueError(f"{request.id}: decode needs the prompt for which its blocks were reserved")
         record.request = request
         assert record.grant is not None

@@ -344,7 +344,10 @@ async def test_what_was_read_of_anything_else_is_thrown_away(
     assert request is not None
     assert entry.blocks is not None
     made.pods.decode[0].engine.pool.write(entry.blocks.ids, [1, 2, 3])
-    theirs = {"agent": {"agent": "another life of it"}, "blocks": {"blocks": kv.blocks[::-1]}}
+    theirs: dict[str, dict[str, Any]] = {
+        "agent": {"agent": "another life of it"},
+        "blocks": {"blocks": kv.blocks[::-1]},
+    }
     ours: dict[str, dict[str, Any]] = {
         "prompt": {"prompt": request.prompt[::-1]},
         "cache_salt": {"cache_salt": "of another"},

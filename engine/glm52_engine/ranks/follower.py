@@ -107,8 +107,7 @@ class Follower(Rank):
         self._promised = None
         if shape.flags.lease:
             self._promised = replace(shape, number=shape.number + 1)
-            self._ahead = Flight(flight.rows, [], self._executor.relaunch())
-            self.counters.steps_ahead += 1
+            self._go_ahead(flight)
         self._finish(flight)
         return _compact(order, flight, self._news)
 

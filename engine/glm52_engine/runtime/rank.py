@@ -243,10 +243,14 @@ class Rank:
                 return
             flight = self._launch(self._plan())
         if self._launch_ahead and self._may_lease(flight):
-            self._ahead = Flight(flight.rows, [], self._executor.relaunch(), [length + 1 for length in flight.lengths])
-            self._keep_full(self._ahead)
-            self.counters.steps_ahead += 1
+            self._go_ahead(flight)
         self._finish(flight)
+
+    def _go_ahead(self, flight: Flight) -> None:
+        """Launch the step after `flight` with its rows: what token each has, the device knows."""
+        self._ahead = Flight(flight.rows, [], self._executor.relaunch(), [length + 1 for length in flight.lengths])
+        self._keep_full(self._ahead)
+        self.counters.steps_ahead += 1
 
     def _apply_commands(self) -> None:
         with self._wake:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 LEAST_BYTES = 4 << 20
 """Before a rate is told: less than that says how long a question takes, and not how fast bytes come."""
@@ -30,6 +31,8 @@ class Path:
     since: float = 0.0
     pending: int = 0
     slow: bool = False
+    best: float = 0.0
+    """Of the others' rates when this one was judged; 0 without any."""
     told: bool = False
 
     @property
@@ -68,11 +71,20 @@ class Rates:
             del self.paths[stale]
         return self._judged(path)
 
+    def card(self) -> list[dict[str, Any]]:
+        """Every path that has a rate, for the operator, so that one that is slow no longer is told from one that is
+        forgotten."""
+        return [
+            {"peer": path.peer, "bytes_per_second": round(path.rate), "best": round(path.best), "slow": path.slow}
+            for path in self.paths.values()
+            if path.rate
+        ]
+
     def _judged(self, path: Path) -> Path | None:
         if not path.rate:
             return None
-        best = max(other.rate for other in self.paths.values())
-        slow = path.rate < max(SLOW, best / BEHIND)
+        path.best = max((other.rate for other in self.paths.values() if other is not path), default=0.0)
+        slow = path.rate < max(SLOW, path.best / BEHIND)
         news = slow != path.slow or not path.told
         path.slow, path.told = slow, True
         return path if news else None

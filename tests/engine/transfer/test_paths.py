@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -52,6 +53,26 @@ async def test_a_measured_path_is_logged_once_and_has_a_metric(
     samples = {s.name: s for family in found for s in family.samples if s.name.startswith("glm52_kv_path")}
     assert {s.labels["peer"] for s in samples.values()} == {made.prefill[0].process.pod.host}
     assert samples["glm52_kv_path_slow"].value == 1
+
+
+async def test_a_slow_path_is_told_to_whoever_asks_whether_the_pod_is_ready(made: Deployment) -> None:
+    """So the operator needs no secret to make an event of it."""
+
+    async def ready(pod: RunningPod) -> Any:
+        async with made.session.get(f"{pod.url}/readyz") as response:
+            return response.status, await response.json()
+
+    decode = made.decode[0]
+    assert await ready(decode) == (200, {"status": "ready", "stage": "Ready"})
+    for peer, seconds in (("p0", 0.2), ("p1", 100.0)):
+        decode.process.pod.counters.rates.begin(peer, 0.0)
+        decode.process.pod.counters.rates.end(peer, 10**9, seconds)
+    status, body = await ready(decode)
+    assert status == 200
+    assert body["kv_paths"] == [
+        {"peer": "p0", "bytes_per_second": 5 * 10**9, "best": 0, "slow": False},
+        {"peer": "p1", "bytes_per_second": 10**7, "best": 5 * 10**9, "slow": True},
+    ]
 
 
 async def test_a_prefill_pod_that_falls_silent_ends_the_wait_for_a_seat(

@@ -58,6 +58,17 @@ def test_a_path_that_becomes_slow_is_news_and_so_is_its_recovery() -> None:
     assert not rates.paths["p0"].slow
 
 
+def test_a_rate_is_told_with_the_best_of_the_others() -> None:
+    rates = Rates()
+    pulled(rates, "p0", 5 * GB)
+    pulled(rates, "p1", SLOW / 2)
+    pulled(rates, "small", GB, size=1000)
+    assert rates.card() == [
+        {"peer": "p0", "bytes_per_second": 5 * GB, "best": 0, "slow": False},
+        {"peer": "p1", "bytes_per_second": SLOW / 2, "best": 5 * GB, "slow": True},
+    ]
+
+
 def test_pulls_that_run_together_share_their_time() -> None:
     rates = Rates()
     rates.begin("p0", 0)

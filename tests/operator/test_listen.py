@@ -125,7 +125,7 @@ async def test_over_http(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setattr(listen, "API_PORT", runner.addresses[0][1])
     async with aiohttp.ClientSession() as session:
-        ask = over_http(session)
+        ask = over_http(session, read)
         assert await ask("127.0.0.1") == Heard(2)
         assert await ask("127.0.0.1") is None
         await runner.cleanup()

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import aiohttp
 
@@ -25,6 +26,8 @@ AT_ONCE = 32
 """Questions under way, of all deployments together."""
 
 Ask = Callable[[str], Awaitable[Heard | None]]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -78,16 +81,18 @@ class Listener:
             return await self.ask(address)
 
 
-def over_http(session: aiohttp.ClientSession) -> Ask:
-    """By the pods' readiness endpoint."""
+def over_http(
+    session: aiohttp.ClientSession, read: Callable[[object], T | None]
+) -> Callable[[str], Awaitable[T | None]]:
+    """Asks the pods' readiness endpoint; `read` makes sense of the answer."""
 
-    async def ask(address: str) -> Heard | None:
+    async def ask(address: str) -> T | None:
         host = f"[{address}]" if ":" in address else address
         try:
             async with session.get(f"http://{host}:{API_PORT}{READYZ}", timeout=ANSWER) as response:
                 return read(await response.json(content_type=None))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            log.debug("%s does not say how far it is: %r", address, error)
+            log.debug("%s does not answer: %r", address, error)
             return None
 
     return ask

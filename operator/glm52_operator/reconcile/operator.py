@@ -15,9 +15,10 @@ from aiohttp import web
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object
+from glm52_operator.plan.events import Notice
 from glm52_operator.plan.failures import grant
 from glm52_operator.plan.permissions import missing
-from glm52_operator.reconcile import watch
+from glm52_operator.reconcile import listen, paths, watch
 from glm52_operator.reconcile.apply import Applier
 from glm52_operator.reconcile.client import MANAGED_SELECTOR, Api, ApiError
 from glm52_operator.reconcile.clock import LoopClock
@@ -58,7 +59,8 @@ class Operator:
         self.metrics = Metrics(self.queue, self.store)
         api.on_answer = self.metrics.answered
         self._http = aiohttp.ClientSession()
-        self.listener = Listener(clock, over_http(self._http), self.queue.add)
+        self.listener = Listener(clock, over_http(self._http, listen.read), self.queue.add)
+        self.paths = paths.Paths(clock, over_http(self._http, paths.read), self._tell)
         self.reconciler = Reconciler(
             api=api,
             store=self.store,
@@ -68,6 +70,7 @@ class Operator:
             utcnow=_utcnow,
             tally=self.metrics.written,
             listener=self.listener,
+            follow_paths=self.paths.follow,
         )
         api.on_written = self._written
         self._relists = watch.Relists(clock, self._restarted, scoped=bool(settings.namespaces))
@@ -96,6 +99,7 @@ class Operator:
             await self.leadership.release()
             await server.cleanup()
             await self.listener.close()
+            await self.paths.close()
             await self._http.close()
             await self.api.close()
         return 1 if self._broken else 0
@@ -149,6 +153,12 @@ class Operator:
     def _written(self, kind: Kind, obj: Object) -> None:
         if kind in WATCHED:
             self.health.wrote(kind, obj)
+
+    async def _tell(self, key: Key, notices: list[Notice]) -> None:
+        """What was learnt beside the passes."""
+        resource = self.store.get(DEPLOYMENT_RESOURCE, *key)
+        if resource is not None:
+            await self.reconciler.recorder.record(resource, notices)
 
     def _restarted(self, kind: Kind) -> None:
         """Said of every item of a list; one list of our own is enough, and it comes after the last of them."""

@@ -13,6 +13,7 @@ from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.capacity import demands
 from glm52_operator.plan.drains import Heard, Phase, askable
 from glm52_operator.plan.failures import Failure
+from glm52_operator.plan.paths import ends as path_ends
 from glm52_operator.plan.resolve import Invalid
 from glm52_operator.plan.restarts import actions
 from glm52_operator.plan.rollout import plan_for
@@ -23,6 +24,7 @@ from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, EVENT, POD
 from glm52_operator.reconcile.listen import Listener
 from glm52_operator.reconcile.nodes import Nodes
+from glm52_operator.reconcile.paths import Follow
 from glm52_operator.reconcile.restarts import Restarter
 from glm52_operator.reconcile.rollout import Rolled, Roller
 from glm52_operator.reconcile.store import Key, Store
@@ -71,6 +73,7 @@ class Reconciler:
     tally: Callable[[Object, Object], None] = lambda before, after: None
     """Told of every status that was written, with the one before."""
     listener: Listener = field(default_factory=lambda: Listener(LoopClock(), _nobody))
+    follow_paths: Follow = lambda key, readers, peers: None
     roller: Roller = field(init=False)
     restarter: Restarter = field(init=False)
     _resolver: Resolver = field(init=False)
@@ -100,6 +103,7 @@ class Reconciler:
             for component in names.ROLES:
                 self._lacking.pop((key, component), None)
             self.listener.follow(key, {})
+            self.follow_paths(key, {}, ())
             self.store.forget_departed(key, self.store.departed(key))
             return Result()
         found = self._resolver.resolve(resource)
@@ -125,6 +129,7 @@ class Reconciler:
         if isinstance(resolved, Target):
             ends = observe_ends(resource, resolved, pods, departed, self.listener.heard(key), self.utcnow())
             self.listener.follow(key, askable(pod for members in pods.values() for pod in members))
+            self.follow_paths(key, *path_ends(resolved, pods))
             chosen = actions(ends.restarts, replicas(resolved, pods), ends.policy, self.utcnow())
             failures += await self.restarter.act(key, chosen)
             pods = self._pods(key) if chosen else pods

@@ -53,6 +53,8 @@ class Life:
     end: Exit = Exit()
     bound: bool = True
     """False: no node takes it."""
+    address: str = ""
+    """Of one that a test answers for; empty: one where nobody answers."""
 
 
 @dataclass
@@ -219,10 +221,10 @@ class Kubelets:
         if await _leaves_within(pod, pod.life.start):
             return
         if pod.life.warm_up:
-            await self._status(pod, self._started(pod.obj, ready=False))
+            await self._status(pod, self._started(pod, ready=False))
             if await _leaves_within(pod, pod.life.warm_up):
                 return
-        await self._status(pod, self._started(pod.obj, ready=True))
+        await self._status(pod, self._started(pod, ready=True))
         await pod.leaves.wait()
 
     async def _end(self, pod: _Pod) -> None:
@@ -270,9 +272,9 @@ class Kubelets:
         images = (c["image"] for c in obj["spec"]["containers"])
         return next((image for image in images if image in self._missing_images), None)
 
-    def _started(self, obj: Object, *, ready: bool) -> Object:
-        address = obj.get("status", {}).get("podIP") or next(self._addresses)
-        return {**running(obj, ready=ready), "podIP": address, "podIPs": [{"ip": address}], "hostIP": "192.168.0.1"}
+    def _started(self, pod: _Pod, *, ready: bool) -> Object:
+        address = pod.obj.get("status", {}).get("podIP") or pod.life.address or next(self._addresses)
+        return {**running(pod.obj, ready=ready), "podIP": address, "podIPs": [{"ip": address}], "hostIP": "192.168.0.1"}
 
     async def _crash(self, namespace: str, name: str, end: Exit, *, restarts: bool) -> None:
         obj = await self._must(namespace, name)

@@ -13,8 +13,8 @@ from e2e.controlplane.cluster import Late
 from e2e.controlplane.operator import Installed
 from e2e.controlplane.space import Space, deployment
 
-CHILDREN = 15
-"""Of one deployment, with its Secret."""
+CHILDREN = 10
+"""Of one deployment, with its Secret; and a budget for each component of several pods."""
 
 
 def edits(dice: random.Random, names: list[str]) -> list[tuple[str, dict[str, Any]]]:
@@ -82,7 +82,12 @@ def assert_whole(space: Space, names: list[str]) -> None:
         mine = owners[name]
         assert mine is not None
         children = space.children(name)
-        assert len(children) == CHILDREN, sorted(children)
+        several = [
+            part for part in ("prefill", "decode", "router") if mine["spec"].get(part, {}).get("replicas", 1) > 1
+        ]
+        budgets = [child for child in children if child.startswith("PodDisruptionBudget/")]
+        assert sorted(budgets) == sorted(f"PodDisruptionBudget/{name}-{part}" for part in several)
+        assert len(children) - len(budgets) == CHILDREN, sorted(children)
         for obj in children.values():
             (owner,) = obj["metadata"]["ownerReferences"]
             assert owner["uid"] == mine["metadata"]["uid"]

@@ -143,3 +143,15 @@ async def test_one_host_of_a_replica_is_evicted_and_the_others_go_with_it(clock:
     await world.run()
     evicted = [("create", f"{LEADER}/eviction")]
     assert gone(world) == ([*evicted, ("delete", HOST)] if room else evicted)
+
+
+def test_of_two_crashes_in_one_second_the_later_one_is_the_last() -> None:
+    """Ids are a runtime's and say nothing; whichever of the two is the greater."""
+    first, second = (
+        with_container(THIRD, {"terminated": crashed(-10, f"crash {n}") | {"containerID": f"containerd://{n}"}})
+        for n in (1, 2)
+    )
+    for before, after in ((first, second), (second, first)):
+        known = keep_evidence(keep_evidence([], endings(before)), endings(after))
+        assert [entry["message"] for entry in known] == [e.message for each in (after, before) for e in endings(each)]
+        assert keep_evidence(known, endings(after)) == known

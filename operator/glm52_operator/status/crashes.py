@@ -21,10 +21,13 @@ def keep_evidence(
 ) -> list[dict[str, Any]]:
     """status.crashes: newest first, each once, also when its pod is gone.
 
+    Times are whole seconds: of two crashes in the same one the newer is that which was not known before.
+
     Of hosts that fell together, as `counted` has them, those that fell for another one are left out: a replica of 64
     hosts would push all other evidence out with one crash.
     """
     known = {str(entry["id"]): dict(entry) for entry in previous if "id" in entry}
+    before = list(known)
     groups = [[crash.id for crash in each] for series in counted for each in together(series.crashes)]
     current = {number for group in groups for number in group}
     for ending in seen:
@@ -33,7 +36,8 @@ def keep_evidence(
             known.setdefault(ending.id, _evidence(ending))
     for group in groups:
         _leave_the_cause(known, group)
-    return sorted(known.values(), key=lambda entry: (entry["time"], entry["id"]), reverse=True)[:KEPT]
+    newest_first = [*reversed([number for number in known if number not in before]), *(n for n in before if n in known)]
+    return sorted((known[number] for number in newest_first), key=lambda entry: str(entry["time"]), reverse=True)[:KEPT]
 
 
 def _leave_the_cause(known: dict[str, dict[str, Any]], group: Iterable[str]) -> None:

@@ -48,3 +48,16 @@ def test_each_namespace_of_a_scoped_operator_has_its_own_first_list(clock: FakeC
     clock.advance(FIRST_LIST_SECONDS + 1)
     own.listed(POD, other)
     assert found == []
+
+
+def test_a_list_of_thousands_is_one_list_however_long_it_takes(clock: FakeClock) -> None:
+    own, found = relists(clock)
+    for number in range(50):
+        own.listed(POD, pod(f"p-{number}"))
+        clock.advance(FIRST_LIST_SECONDS / 4)
+    assert found == []
+    # The next one tells at its first item, and once.
+    for number in range(50):
+        own.listed(POD, pod(f"p-{number}"))
+        clock.advance(FIRST_LIST_SECONDS / 4)
+    assert found == [POD]

@@ -20,7 +20,7 @@ from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Key, Store, owner_key
 
 FIRST_LIST_SECONDS = 10.0
-"""How long the items of a watch's first list may take to come; the operator's own list is as old."""
+"""How long no item of a list may come before the next one is another list's; the operator's own list is as old."""
 
 
 class _NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
@@ -84,21 +84,29 @@ class Relists:
     restarted: Callable[[Kind], None]
     scoped: bool = False
     """Whether every namespace has its own watch."""
-    _first: dict[tuple[Kind, str], float] = field(default_factory=dict)
-    """When each watch brought its first object."""
+    _last: dict[tuple[Kind, str], float] = field(default_factory=dict)
+    """When each watch brought its first object, or the last one of a list."""
+    _listed: dict[tuple[Kind, str], set[tuple[str, str]]] = field(default_factory=dict)
+    """What the list that each watch goes through has shown. Thousands of objects take longer than any limit, and taken
+    for lists that begin anew they would be listed again and again."""
 
     def listed(self, kind: Kind, obj: Any) -> None:
         """An object came as part of a list."""
-        if self.clock.now() - self._since(kind, obj) > FIRST_LIST_SECONDS:
+        stream, now = self._stream(kind, obj), self.clock.now()
+        shown = self._listed.setdefault(stream, set())
+        name = obj["metadata"]["namespace"], obj["metadata"]["name"]
+        if name in shown or now - self._last.get(stream, now) > FIRST_LIST_SECONDS:
+            shown.clear()
             self.restarted(kind)
+        shown.add(name)
+        self._last[stream] = now
 
     def changed(self, kind: Kind, obj: Any) -> None:
         """An object came by itself: from now on the watch has something to lose."""
-        self._since(kind, obj)
+        self._last.setdefault(self._stream(kind, obj), self.clock.now())
 
-    def _since(self, kind: Kind, obj: Any) -> float:
-        stream = kind, obj["metadata"]["namespace"] if self.scoped else ""
-        return self._first.setdefault(stream, self.clock.now())
+    def _stream(self, kind: Kind, obj: Any) -> tuple[Kind, str]:
+        return kind, obj["metadata"]["namespace"] if self.scoped else ""
 
 
 def registry(store: Store, queue: WorkQueue[Key], health: Health, relists: Relists) -> kopf.OperatorRegistry:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -16,38 +15,15 @@ from glm52_engine.lifecycle.states import Stage, State, ready_probe
 from glm52_operator.plan.drains import Heard
 from glm52_operator.reconcile import listen
 from glm52_operator.reconcile.listen import ASK_SECONDS, AT_ONCE, Listener, over_http, read
+from tests.operator.asking import Pods, until
 from tests.operator.conftest import FakeClock
 
 KEY = ("ns", "chat")
 
 
-async def until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < limit
-        await asyncio.sleep(0)
-
-
-class Pods:
-    """Answers by address; None: silent."""
-
-    def __init__(self) -> None:
-        self.says: dict[str, Heard | None] = {}
-        self.asked: list[str] = []
-        self.under_way = self.most = 0
-
-    async def ask(self, address: str) -> Heard | None:
-        self.asked.append(address)
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        await asyncio.sleep(0)
-        self.under_way -= 1
-        return self.says.get(address)
-
-
 @pytest_asyncio.fixture
-async def made(clock: FakeClock) -> AsyncIterator[tuple[Listener, Pods, list[Any]]]:
-    pods, news = Pods(), list[Any]()
+async def made(clock: FakeClock) -> AsyncIterator[tuple[Listener, Pods[Heard], list[Any]]]:
+    pods, news = Pods[Heard](), list[Any]()
     listener = Listener(clock, pods.ask, news.append)
     yield listener, pods, news
     await listener.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -23,6 +22,7 @@ from glm52_operator.reconcile import listen
 from glm52_operator.reconcile.kinds import DEPLOYMENT_RESOURCE, POD
 from glm52_operator.reconcile.listen import over_http
 from glm52_operator.reconcile.paths import ASK_SECONDS, AT_ONCE, Paths, read
+from tests.operator.asking import Pods, until
 from tests.operator.builders import pod, target
 from tests.operator.conftest import FakeClock
 from tests.operator.world import KEY, World, new_world
@@ -157,43 +157,26 @@ def test_anything_else_says_nothing(body: Any) -> None:
     assert read(body) is None
 
 
-async def until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < limit
-        await asyncio.sleep(0)
-
-
-class Pods:
-    """Answers by address; None: silent."""
+class Told(Pods[Sequence[Path]]):
+    """And what was told of their answers."""
 
     def __init__(self) -> None:
-        self.says: dict[str, Sequence[Path] | None] = {}
-        self.asked: list[str] = []
-        self.under_way = self.most = 0
+        super().__init__()
         self.told: list[tuple[Any, list[str]]] = []
-
-    async def ask(self, address: str) -> Sequence[Path] | None:
-        self.asked.append(address)
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        await asyncio.sleep(0)
-        self.under_way -= 1
-        return self.says.get(address)
 
     async def tell(self, key: Any, notices: list[Notice]) -> None:
         self.told.append((key, told(notices)))
 
 
 @pytest_asyncio.fixture
-async def made(clock: FakeClock) -> AsyncIterator[tuple[Paths, Pods]]:
-    pods = Pods()
+async def made(clock: FakeClock) -> AsyncIterator[tuple[Paths, Told]]:
+    pods = Told()
     paths = Paths(clock, pods.ask, pods.tell)
     yield paths, pods
     await paths.close()
 
 
-async def minute(clock: FakeClock, pods: Pods, asked: int) -> None:
+async def minute(clock: FakeClock, pods: Told, asked: int) -> None:
     """The next one, in which so many have been asked altogether."""
     clock.advance(ASK_SECONDS)
     await until(lambda: len(pods.asked) == asked and not pods.under_way)

@@ -5,7 +5,6 @@ The pass over a deployment never waits for an answer: it takes what was heard la
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import aiohttp
 
 from glm52_engine.config import API_PORT, READYZ
 from glm52_operator.plan.drains import Heard
+from glm52_operator.reconcile.asking import Asking
 from glm52_operator.reconcile.clock import Clock, sleep
 from glm52_operator.reconcile.store import Key
 
@@ -39,46 +39,37 @@ class Listener:
     wake: Callable[[Key], None] = lambda key: None
     _pods: dict[Key, Mapping[str, str]] = field(default_factory=dict)
     _heard: dict[Key, dict[str, Heard]] = field(default_factory=dict)
-    _tasks: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
-    _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    _asking: Asking[Heard] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._asking = Asking(self.ask, AT_ONCE)
 
     def follow(self, key: Key, pods: Mapping[str, str]) -> None:
         """From now on ask these, uid → address, and no other ones of the deployment."""
         if pods:
             self._pods[key] = dict(pods)
-            if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._keep_asking(key), name=f"listen {key[0]}/{key[1]}")
+            self._asking.start(key, self._keep_asking, "listen")
         else:
             self._pods.pop(key, None)
             self._heard.pop(key, None)
-            task = self._tasks.pop(key, None)
-            if task is not None:
-                task.cancel()
+            self._asking.stop(key)
 
     def heard(self, key: Key) -> Mapping[str, Heard]:
         """What the pods said last, by uid."""
         return self._heard.get(key, {})
 
     async def close(self) -> None:
-        for key in list(self._tasks):
-            self._tasks[key].cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._asking.close()
 
     async def _keep_asking(self, key: Key) -> None:
         while True:
-            pods = self._pods[key]
-            answers = await asyncio.gather(*(self._one(address) for address in pods.values()))
-            told = {uid: answer for uid, answer in zip(pods, answers, strict=True) if answer is not None}
+            told = await self._asking.answers(self._pods[key])
             before = self.heard(key)
             # A pod too busy to answer once has not lost what it said before.
             self._heard[key] = {uid: heard for uid, heard in {**before, **told}.items() if uid in self._pods[key]}
             if self._heard[key] != before:
                 self.wake(key)
             await sleep(self.clock, ASK_SECONDS)
-
-    async def _one(self, address: str) -> Heard | None:
-        async with self._free:
-            return await self.ask(address)
 
 
 def over_http(

@@ -6,7 +6,6 @@ server comes of it but the events, and no pass.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import zlib
@@ -16,6 +15,7 @@ from typing import TypeGuard
 
 from glm52_operator.plan.events import Notice
 from glm52_operator.plan.paths import Known, Path, Reader, news
+from glm52_operator.reconcile.asking import Asking
 from glm52_operator.reconcile.clock import Clock, sleep
 from glm52_operator.reconcile.store import Key
 
@@ -39,26 +39,23 @@ class Paths:
     tell: Tell
     _ends: dict[Key, tuple[Mapping[str, Reader], Collection[str]]] = field(default_factory=dict)
     _known: dict[Key, Known] = field(default_factory=dict)
-    _tasks: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
-    _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    _asking: Asking[Sequence[Path]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._asking = Asking(self.ask, AT_ONCE)
 
     def follow(self, key: Key, readers: Mapping[str, Reader], peers: Collection[str]) -> None:
         """From now on ask these of the deployment, by uid, about paths from pods of these names."""
         if readers:
             self._ends[key] = readers, peers
-            if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._keep_asking(key), name=f"paths {key[0]}/{key[1]}")
+            self._asking.start(key, self._keep_asking, "paths")
         else:
             self._ends.pop(key, None)
             self._known.pop(key, None)
-            task = self._tasks.pop(key, None)
-            if task is not None:
-                task.cancel()
+            self._asking.stop(key)
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._asking.close()
 
     async def _keep_asking(self, key: Key) -> None:
         # An operator that starts finds all its deployments at once, and each keeps its place in the minute.
@@ -73,16 +70,11 @@ class Paths:
 
     async def _round(self, key: Key) -> None:
         asked = {uid: reader.address for uid, reader in self._ends[key][0].items() if reader.address}
-        said = await asyncio.gather(*(self._one(address) for address in asked.values()))
-        answers = {uid: answer for uid, answer in zip(asked, said, strict=True) if answer is not None}
+        answers = await self._asking.answers(asked)
         # Pods may have come and gone meanwhile.
         self._known[key], notices = news(self._known.get(key, {}), *self._ends[key], answers)
         if notices:
             await self.tell(key, notices)
-
-    async def _one(self, address: str) -> Sequence[Path] | None:
-        async with self._free:
-            return await self.ask(address)
 
 
 def read(body: object) -> Sequence[Path] | None:

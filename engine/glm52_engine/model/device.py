@@ -20,6 +20,7 @@ from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
 from glm52_engine.kv.hisparse import HotStep
 from glm52_engine.kv.pools import FP8, KvLayout, block_views, mla_rows
+from glm52_engine.model.exchange import Exchange, check_experts
 from glm52_engine.model.matrix import Matrix, fused, stacked
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
@@ -31,7 +32,8 @@ class LayerWeights:
     """One layer's tensors as the kernels read them: products that share an input are one matrix.
 
     a [q_lora + latent + rope (+ index_dim + index_heads), hidden]; b [heads × qk_head (+ index_heads × index_dim),
-    q_lora]; up [E + 1, 2 × inner, hidden] and down [E + 1, hidden, inner], the shared expert last (dense: E = 0).
+    q_lora]; up [E + 1, 2 × inner, hidden] and down [E + 1, hidden, inner], the shared expert last (dense: E = 0; where
+    experts are spread over ranks, E are those of this one).
     `kv_b` [heads × (nope + v_head), latent] is never FP8: it is read by head in both directions, and a head's rows
     are no whole number of blocks.
     """
@@ -52,9 +54,12 @@ class LayerWeights:
 
 
 def layer_weights(
-    spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor], fp8: Mapping[str, Fp8Weight]
+    spec: ModelSpec, index: int, tensors: Mapping[str, torch.Tensor], fp8: Mapping[str, Fp8Weight], experts: range
 ) -> LayerWeights:
-    """Fuse a layer's checkpoint tensors, named without `model.layers.N.`; `fp8` those that were kept as stored."""
+    """Fuse a layer's checkpoint tensors, named without `model.layers.N.`; `fp8` those that were kept as stored.
+
+    Of the routed experts `experts` are taken.
+    """
     dtype = tensors["input_layernorm.weight"].dtype
 
     def join(*names: str) -> Matrix:
@@ -69,7 +74,7 @@ def layer_weights(
         b += [f"{indexer}wq_b"]
     mlps = ["mlp"]
     if routed:
-        mlps = [f"mlp.experts.{expert}" for expert in range(spec.n_routed_experts)] + ["mlp.shared_experts"]
+        mlps = [f"mlp.experts.{expert}" for expert in experts] + ["mlp.shared_experts"]
     kv_b = f"{attention}kv_b_proj.weight"
     return LayerWeights(
         input_norm=tensors["input_layernorm.weight"],
@@ -90,9 +95,10 @@ def layer_weights(
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """All of a model's tensors on one device."""
+    """A model's tensors on one device, of its routed experts those numbered `experts`."""
 
     spec: ModelSpec
+    experts: range
     embed: torch.Tensor
     norm: torch.Tensor
     head: torch.Tensor
@@ -138,9 +144,15 @@ class DecodeStep:
     """
 
     def __init__(
-        self, weights: DeviceWeights, pool: DevicePool | SparsePool, *, batch: int, longest: int, vocab_bound: int
-    ) -> None:
+        self, weights: DeviceWeights, pool: DevicePool | SparsePool, *, batch: int, longest: int, vocab_bound: int,
+        exchange: Exchange | None = None,
+    ) -> None:  # fmt: skip
+        """`exchange`: the routed experts are spread over ranks, all of which run a step of this batch together.
+
+        Raises ValueError where the weights are those of other experts than that needs.
+        """
         spec = weights.spec
+        check_experts(weights.experts, spec.n_routed_experts, exchange)
         self._weights, self._pool, self._vocab_bound = weights, pool, vocab_bound
         device, dtype = weights.embed.device, weights.embed.dtype
         self.batch = batch
@@ -305,18 +317,30 @@ class DecodeStep:
         return shares.transpose(0, 1)
 
 
-def device_weights(spec: ModelSpec, weights: Weights, device: str) -> DeviceWeights:
-    """Fuse and move a checkpoint's tensors, which `weights` gives away: at most one layer exists twice at a time."""
+def device_weights(spec: ModelSpec, weights: Weights, device: str, experts: range | None = None) -> DeviceWeights:
+    """Fuse and move a checkpoint's tensors, which `weights` gives away: at most one layer exists twice at a time.
+
+    `experts`: the routed experts of this rank, where ranks share them; None: all. Others' stay where they are.
+    """
+    held = range(spec.n_routed_experts) if experts is None else experts
     layers = []
     for index in range(spec.num_hidden_layers):
         prefix = f"model.layers.{index}."
-        names = [name for name in weights.tensors if name.startswith(prefix)]
+
+        def mine(name: str, prefix: str = prefix) -> bool:
+            if not name.startswith(prefix):
+                return False
+            _, routed, rest = name.partition(".mlp.experts.")
+            return not routed or int(rest.partition(".")[0]) in held
+
+        names = [name for name in weights.tensors if mine(name)]
         tensors = {name.removeprefix(prefix): weights.tensors.pop(name).to(device) for name in names}
-        kept = [name for name in weights.fp8 if name.startswith(prefix)]
+        kept = [name for name in weights.fp8 if mine(name)]
         fp8 = {name.removeprefix(prefix): _moved(weights.fp8.pop(name), device) for name in kept}
-        layers.append(layer_weights(spec, index, tensors, fp8))
+        layers.append(layer_weights(spec, index, tensors, fp8, held))
     return DeviceWeights(
         spec=spec,
+        experts=held,
         embed=weights.tensors["model.embed_tokens.weight"].to(device),
         norm=weights.tensors["model.norm.weight"].to(device),
         head=weights.tensors["lm_head.weight"].to(device),

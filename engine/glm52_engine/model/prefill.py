@@ -15,6 +15,7 @@ from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
 from glm52_engine.kernels.cache_rows import Rows, load
 from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
+from glm52_engine.model.exchange import Exchange, check_experts
 from glm52_engine.model.matrix import Matrix
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
@@ -66,8 +67,15 @@ class Prefill:
     largest of them: in bfloat16 4 × inner × hidden bytes for each expert of a layer. It moves 3 bytes a weight.
     """
 
-    def __init__(self, weights: DeviceWeights, pool: DevicePool, *, most_rows: int) -> None:
+    def __init__(
+        self, weights: DeviceWeights, pool: DevicePool, *, most_rows: int, exchange: Exchange | None = None
+    ) -> None:
+        """`exchange`: the routed experts are spread over ranks, all of which run each pass together.
+
+        Raises ValueError where the weights are those of other experts than that needs.
+        """
         spec = weights.spec
+        check_experts(weights.experts, spec.n_routed_experts, exchange)
         self._weights, self._pool, self.most_rows = weights, pool, most_rows
         self._device = weights.embed.device
         self._frequencies = inverse_frequencies(spec.qk_rope_head_dim, spec.rope_theta).to(self._device)
@@ -81,12 +89,14 @@ class Prefill:
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, longest: int,
         logit_rows: torch.Tensor, *, together: int = 1, trace: list[torch.Tensor] | None = None,
+        bucket: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write the rows' KV, return logits float32 [len(logit_rows), vocab].
 
         tokens, positions int64 [T]; table int32 [T, blocks] the block table of each row's sequence (rows of one
         sequence may share memory); `longest` the longest context, in tokens; all rows of earlier chunks are there.
         `together` (1, 2 or 4): so many rows at a time are of one sequence. `trace` receives what each layer gets.
+        `bucket`, with an exchange: rows as which every rank takes part, the same number on all of them and at least T.
         """
         spec, weights = self._weights.spec, self._weights
         count, dim = len(tokens), spec.hidden_size
@@ -112,6 +122,10 @@ class Prefill:
             added = self._mlp(layer, normed).unsqueeze(0)
         rows.add_norm(hidden, added, weights.norm, normed, spec.rms_norm_eps)
         return F.linear(normed[logit_rows], weights.head).float()
+
+    def idle(self, bucket: int) -> None:
+        """This rank's part of a pass of `bucket` rows in which it has none."""
+        raise NotImplementedError
 
     def _attention(
         self, index: int, layer: LayerWeights, normed: torch.Tensor, place: rows.Place, context: _Context,

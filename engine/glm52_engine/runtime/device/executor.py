@@ -11,6 +11,7 @@ import torch
 
 from glm52_engine.kv.pools import Pool
 from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
+from glm52_engine.model.exchange import Exchange
 from glm52_engine.model.prefill import Prefill
 from glm52_engine.model.sparse_pool import SparsePool
 from glm52_engine.model.step import Span
@@ -55,11 +56,13 @@ class DeviceExecutor:
         hot_rows: int | None = None,
         hot_always: bool = False,
         debug: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         """`unpin` lets go of the host pool's pages when nothing on the device uses them any more.
 
         `hot_rows`: HiSparse with hot buffers of so many rows, and no prompts to compute; `hot_always`: also where whole
-        contexts would fit. `debug`: see `HotPool`.
+        contexts would fit. `debug`: see `HotPool`. `exchange`: of a replica whose ranks share the routed experts; what
+        all of them do next is then not for one of them to say.
         """
         self.pool = pool
         self._unpin = unpin
@@ -75,7 +78,7 @@ class DeviceExecutor:
             if hot_rows is None:
                 self._kv = DevicePool(weights.spec, pool.num_blocks, block, pool.layout.dtype, str(self._device))
                 self._kept = self._mirror = Mirror(pool.tensor, self._kv.tensor.view(torch.uint8))
-                self._prefill = Prefill(weights, self._kv, most_rows=step_tokens)
+                self._prefill = Prefill(weights, self._kv, most_rows=step_tokens, exchange=exchange)
             else:
                 self._kept = self._kv = SparsePool(
                     weights.spec, pool, seats=seats, rows=hot_rows, device=str(self._device),
@@ -85,7 +88,14 @@ class DeviceExecutor:
             self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int32, device=self._device)
             self._buckets = {
                 size: Bucket(
-                    DecodeStep(weights, self._kv, batch=size, longest=blocks_per_seat * block, vocab_bound=vocab_bound)
+                    DecodeStep(
+                        weights,
+                        self._kv,
+                        batch=size,
+                        longest=blocks_per_seat * block,
+                        vocab_bound=vocab_bound,
+                        exchange=exchange,
+                    )
                 )
                 for size in bucket_sizes(seats)
             }
@@ -188,8 +198,9 @@ class DeviceExecutor:
         del self.pool, self._mirror, self._kept, self._kv, self._prefill
         self._unpin()
 
-    def _decode(self, rows: list[tuple[int, int, int]]) -> _Replay:
-        bucket = self._buckets[next(size for size in self._buckets if size >= len(rows))]
+    def _decode(self, rows: list[tuple[int, int, int]], least: int = 0) -> _Replay:
+        """In the smallest bucket that holds them, and `least` rows."""
+        bucket = self._buckets[next(size for size in self._buckets if size >= max(least, len(rows)))]
         wanted = _Rows(bucket, tuple(rows))
         # A step leaves its own successor's inputs on the device: nothing is to be sent where the host wants just that.
         if wanted != self._expected:
@@ -222,8 +233,8 @@ class DeviceExecutor:
         if group:
             yield group
 
-    def _chunk(self, spans: list[Span]) -> torch.Tensor:
-        """Logits of every span's last row, [spans, vocab_size]."""
+    def _chunk(self, spans: list[Span], bucket: int | None = None) -> torch.Tensor:
+        """Logits of every span's last row, [spans, vocab_size]; `bucket`: see `Prefill.run`."""
         if self._prefill is None:
             raise RuntimeError("a rank with hot buffers was given a prompt to compute: it only decodes")
         device, counts = self._device, [len(span.tokens) for span in spans]
@@ -242,7 +253,7 @@ class DeviceExecutor:
         aligned = all(count % SHARED_READS == 0 for count in counts[:-1])
         return self._prefill.run(
             flat[1].to(device), (flat[0] - firsts + starts).to(device), table, longest, (ends - 1).to(device),
-            together=SHARED_READS if aligned else 1,
+            together=SHARED_READS if aligned else 1, bucket=bucket,
         )  # fmt: skip
 
     def _nothing(self) -> torch.Tensor:

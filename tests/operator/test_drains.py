@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from glm52_engine.config import Outcome
@@ -148,23 +148,68 @@ states = st.sampled_from(
 )
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 150), states, st.booleans(), st.integers(-100, 0)), max_size=160),
-    st.integers(0, 200),
-)
+sights = st.tuples(st.integers(0, 150), states, st.booleans(), st.integers(-100, 0))
+"""Number of the pod, its state, whether it is there, when it was told to go; one that is gone may be seen twice."""
+
+Sight = tuple[int, Any, bool, int]
+
+
+def looked_at(seen: list[Sight]) -> tuple[list[Any], list[Any]]:
+    """Pods that are there and states of pods that are gone; three pods each share a name."""
+
+    def made(number: int, state: Any, asked: int) -> Any:
+        pod = leaving(state, name=f"p-{number // 3}", asked=asked)
+        pod["metadata"]["uid"] = f"uid-{number}"
+        return pod
+
+    here = {number: made(number, state, asked) for number, state, there, asked in seen if there}
+    return [*here.values()], [made(number, state, asked) for number, state, there, asked in seen if not there]
+
+
+KILLED = {"terminated": terminated(-1, 137)}
+
+
+@given(st.lists(sights, max_size=80), st.lists(sights, max_size=160), st.integers(0, 200))
+@example([], [(0, RUNNING, False, 0), (0, KILLED, False, 0)], 0).via("its end came before it was told to go")
+@example([], [(0, KILLED, False, -10), (1, RUNNING, False, -10)], 0).via("of one name, the end of one is known")
 def test_whatever_is_seen_the_status_is_bounded_repeatable_and_comes_back_from_the_api(
-    seen: list[tuple[int, Any, bool, int]], now: int
+    earlier: list[Sight], seen: list[Sight], now: int
 ) -> None:
-    here = {number: leaving(s, name=f"p-{number}", asked=asked) for number, s, there, asked in seen if there}
-    gone = [leaving(s, name=f"p-{number}", asked=asked) for number, s, there, asked in seen if not there]
-    found = run(here.values(), departed=gone, now=now)
+    here, gone = looked_at(seen)
+    # Of ends that were told before, and are seen once more, nothing is asked here: the status has long let them go.
+    before, _ = looked_at([(number, state, True, asked) for number, state, _, asked in earlier])
+    found = run(here, run(before), departed=gone, now=now)
     assert len({drain.uid for drain in found}) == len(found)
     assert sum(drain.phase is Phase.ENDED for drain in found) <= KEPT
     written = write_drains(found)
     assert len(written) <= MOST
     assert read_drains(written) == found[:MOST]
-    assert run(here.values(), found, departed=gone, now=now) == found
+    assert run(here, found, departed=gone, now=now) == found
     # Once ended it stays as it was told, whatever is seen of the pod later.
     ended = {drain.uid: drain for drain in found if drain.phase is Phase.ENDED}
     again = run([], read_drains(written), departed=gone, now=now + 50)
     assert all(ended[drain.uid] == drain for drain in again if drain.uid in ended)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_last_states_of_a_pod_the_one_with_its_end_counts(order: int) -> None:
+    states = [leaving(), leaving({"terminated": terminated(-1, 0)})][::order]
+    (told,) = run(departed=states)
+    assert told.outcome is DrainOutcome.DRAINED
+
+
+def test_a_drain_that_is_told_of_has_an_end_also_where_a_nodes_clock_puts_it_before_the_deletion() -> None:
+    before = run([leaving()])
+    killed = leaving({"terminated": terminated(-20, 137)})
+    (there,) = run([killed], before)
+    (gone,) = run([], [there], departed=[killed])
+    assert [(d.phase, d.outcome) for d in (there, gone)] == [
+        (Phase.TERMINATING, DrainOutcome.KILLED),
+        (Phase.ENDED, DrainOutcome.KILLED),
+    ]
+
+
+def test_a_pod_that_was_taken_for_gone_and_is_there_has_not_ended() -> None:
+    (lost,) = run(departed=[leaving()])
+    (there,) = run([leaving()], [lost], now=9)
+    assert (there.phase, there.outcome, there.ended) == (Phase.DRAINING, None, None)

@@ -73,17 +73,21 @@ def advance(
     heard: Mapping[str, Heard],
     now: datetime.datetime,
 ) -> list[Drain]:
-    """Those under way, then the newest that ended. `departed`: last states of pods that are gone; `heard`: by uid."""
+    """Those under way, then the newest that ended. `departed`: states of pods that are gone, of one perhaps several;
+    `heard`: by uid.
+
+    The same seen again changes nothing.
+    """
     before = {drain.uid: drain for drain in previous}
     found: dict[str, Drain] = {}
     here = set()
     for pod in pods:
         uid = pod["metadata"]["uid"]
         here.add(uid)
-        if is_leaving(pod) and _concerns(pod, now):
+        # One that is told of is told of to its end, also where a node's clock puts that before the deletion.
+        if is_leaving(pod) and (uid in before or _concerns(pod, now)):
             found[uid] = _under_way(pod, before.get(uid), heard.get(uid), now)
-    for pod in departed:
-        uid = pod["metadata"]["uid"]
+    for uid, pod in last_states(departed).items():
         known = before.get(uid)
         if uid not in here and (_is_open(known) if known else _drains(pod)):
             found[uid] = _ended(pod, known, now)
@@ -93,14 +97,30 @@ def advance(
     return _kept(found.values(), now)
 
 
+def last_states(departed: Iterable[Pod]) -> dict[str, Pod]:
+    """By uid the state that counts of each pod that is gone: the latest one, but rather one that shows how it ended.
+
+    A list and an event may each bring one, in any order. Taken one after the other, what the first led to would be
+    history to the second, and the next pass would tell otherwise of the same.
+    """
+    found: dict[str, Pod] = {}
+    for pod in departed:
+        known = found.get(pod["metadata"]["uid"])
+        if known is None or _last(pod) is not None or _last(known) is None:
+            found[pod["metadata"]["uid"]] = pod
+    return found
+
+
 def _is_open(drain: Drain) -> bool:
     """Whether something can still be learnt of it: news of a pod's end may come after those of its absence."""
     return drain.phase is not Phase.ENDED or drain.outcome is DrainOutcome.UNKNOWN
 
 
 def _kept(drains: Iterable[Drain], now: datetime.datetime) -> list[Drain]:
-    under_way = sorted((d for d in drains if d.phase is not Phase.ENDED), key=lambda d: (d.deadline, d.pod))
-    ended = sorted((d for d in drains if d.phase is Phase.ENDED), key=lambda d: (d.ended or now, d.pod), reverse=True)
+    # Pods of one name may end within a second: by name alone their order would be that in which they were looked at.
+    drains = sorted(drains, key=lambda d: (d.pod, d.uid))
+    under_way = sorted((d for d in drains if d.phase is not Phase.ENDED), key=lambda d: d.deadline)
+    ended = sorted((d for d in reversed(drains) if d.phase is Phase.ENDED), key=lambda d: d.ended or now, reverse=True)
     return [*under_way, *ended[:KEPT]]
 
 
@@ -118,7 +138,8 @@ def _drains(pod: Pod) -> bool:
 
 
 def _under_way(pod: Pod, known: Drain | None, heard: Heard | None, now: datetime.datetime) -> Drain:
-    drain = known or _begun(pod, now)
+    # One that was taken for gone, as a list that is older than its event shows it, has not ended.
+    drain = replace(known, outcome=None, cut_off=0, ended=None) if known else _begun(pod, now)
     last = _last(pod)
     if last is not None:
         outcome, cut_off = _outcome(last)

@@ -10,7 +10,7 @@ from typing import Any
 from glm52_engine.sizing import stop_seconds
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
-from glm52_operator.plan.drains import Drain, Heard, advance
+from glm52_operator.plan.drains import Drain, Heard, advance, last_states
 from glm52_operator.plan.endings import endings
 from glm52_operator.plan.escalation import Crash, CrashPolicy, Series, basis, escalate
 from glm52_operator.plan.restarts import Members
@@ -70,7 +70,7 @@ def observe(
     # As exact as what is written, or the same would look like news when it is read again.
     now = now.replace(microsecond=0)
     here = [pod for members in pods.values() for pod in members]
-    ended = {pod["metadata"]["uid"]: pod for pod in [*here, *departed]}.values()
+    ended = ({pod["metadata"]["uid"]: pod for pod in here} | last_states(departed)).values()
     seen = [(replica_of(pod, target), ending) for pod in ended for ending in endings(pod)]
     crashed = [(replica, Crash(e.id, e.pod, e.time)) for replica, e in seen if e.is_crash]
     # A replica that is scaled away and back while its pods drain is the same one: were it forgotten in between, what an

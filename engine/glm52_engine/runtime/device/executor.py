@@ -110,11 +110,8 @@ class DeviceExecutor:
                 # The largest first: the others' memory is part of its own.
                 for whole in self._forms():
                     graphs = self._buckets[size].capture(graphs, whole=whole)
-            rows = 0
-            if self._prefill is not None:
-                rows = min(2 * SHARED_READS + 1, self.pool.block_size)
-                check_finite(self.launch([Span(0, 0, [0] * rows, True)]).logits)
-            check_finite(self.launch([Span(0, max(0, rows - 1), [0], True)]).logits)
+            for span in self._first_steps():
+                check_finite(self.launch([span]).logits)
 
     def enter(self) -> None:
         if self._stream is not None:
@@ -141,8 +138,7 @@ class DeviceExecutor:
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> Work:
         with self._here():
-            if isinstance(self._kv, SparsePool) and self._kv.hot.settle({span.seat: span.start for span in spans}):
-                self._loaded = self._expected = None
+            self._settle_contexts(spans)
             decodes = [place for place, span in enumerate(spans) if len(span.tokens) == 1]
             largest = max(self._buckets)
             if len(decodes) == len(spans) <= largest and all(span.wants_logits for span in spans):
@@ -219,6 +215,19 @@ class DeviceExecutor:
         if isinstance(self._kv, SparsePool) and self._kv.hot.frames_used[1]:
             return (False, True)
         return (False,)
+
+    def _first_steps(self) -> Iterator[Span]:
+        """A prompt, where this rank computes any, and one token more; each is launched before the next is asked for."""
+        rows = 0
+        if self._prefill is not None:
+            rows = min(2 * SHARED_READS + 1, self.pool.block_size)
+            yield Span(0, 0, [0] * rows, True)
+        yield Span(0, max(0, rows - 1), [0], True)
+
+    def _settle_contexts(self, spans: Sequence[Span]) -> None:
+        """With hot buffers: contexts may come to lie whole with this step, or cease to."""
+        if isinstance(self._kv, SparsePool) and self._kv.hot.settle({span.seat: span.start for span in spans}):
+            self._loaded = self._expected = None
 
     def _groups(self, chunks: list[Span]) -> Iterator[list[Span]]:
         """Chunks that go through one pass, so that short prompts share their weights' way through the card."""

@@ -139,30 +139,37 @@ def resolve(
     )  # fmt: skip
 
 
-_ALONE, _BESIDE = (132, 1024, 8), (24, 512, 4)
+_ALONE, _BESIDE = (132, 1024, 8), (12, 1024, 8)
 """Programs, chunks a turn and warps, measured on an H200, beside in whole steps of 32 rows.
 
-Beside compute more bytes under way than the link needs stand before the compute's own reads, and every multiprocessor
-that fetches is one that the compute waits for; with 132 programs a step took 0.13 ms longer at an overlap of 0.95, and
-0.67 ms at 0.8.
+Beside compute, every multiprocessor that fetches is one whose own part of a product comes late, and the product ends with
+its last part: rows dealt out over 132 of them, two at a time, cost as much as with no overlap at all, by copies of the
+bulk engine too.
 """
+
+_FEW, _MANY = 8, 20 << 20
+"""Programs that fetch beside compute while there are at most so many bytes: a slow stream that compute still covers."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["count"])
 def _gather(
     slots, rows, count, host, hot, counters, block_chunks, layer_chunks, hot_chunks,
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BC: tl.constexpr, UNWRITTEN: tl.constexpr, FETCHED: tl.constexpr,
-    DEBUG: tl.constexpr,
+    DEBUG: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     chunks: tl.constexpr = WORDS // 4
     total = tl.load(count) * chunks
+    programs = tl.num_programs(0)
+    if FEW < MANY:
+        programs = tl.where(total > MANY, programs, tl.minimum(programs, FEW))
     layer = tl.program_id(1).to(tl.int64)
     if tl.program_id(0) == 0:
         tl.atomic_add(counters + FETCHED, tl.load(count).to(tl.int64), sem="relaxed")
     host += layer * layer_chunks * 4
     hot += layer * hot_chunks * 4
     word = tl.arange(0, 4)
-    for start in range(tl.program_id(0) * BC, total, tl.num_programs(0) * BC):
+    last = tl.where(tl.program_id(0) < programs, total, 0)
+    for start in range(tl.program_id(0) * BC, last, programs * BC):
         chunk = start + tl.arange(0, BC)
         there = chunk < total
         entry = chunk // chunks
@@ -198,7 +205,8 @@ def gather(
     _gather[(min(programs, most), len(layers))](
         plan.slots, plan.rows, plan.count[group:], *_rows(host, hot, layers), residency.counters,
         *_chunks(host, hot), BLOCK_SIZE=host.block_size, WORDS=host.row_bytes // WORD, BC=block, UNWRITTEN=_POISON_WORD,
-        FETCHED=COUNTERS.index("fetched"), DEBUG=debug, num_warps=warps,
+        FETCHED=COUNTERS.index("fetched"), DEBUG=debug, FEW=_FEW if beside else 0, MANY=_MANY // 16 if beside else 0,
+        num_warps=warps,
     )  # fmt: skip
 
 

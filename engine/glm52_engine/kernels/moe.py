@@ -63,7 +63,7 @@ def _choose(
 @triton.jit
 def _up(
     x, w, scale, counts, members, busy, out,
-    rows, dim, inner,
+    rows, dim, inner, x_row,
     SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_previous(PDL)
@@ -84,7 +84,7 @@ def _up(
         for first in range(0, count, BM):
             m = first + tl.arange(0, BM)
             flat = tl.load(members + expert * rows + m, m < count, other=-1)
-            token = x + (flat // SLOTS).to(tl.int64)[None, :] * dim + k[:, None]
+            token = x + (flat // SLOTS).to(tl.int64)[None, :] * x_row + k[:, None]
             m_in = (flat >= 0)[None, :]
             acc_gate = tl.zeros((BN, BM), tl.float32)
             acc_up = tl.zeros((BN, BM), tl.float32)
@@ -149,7 +149,7 @@ def _down(
             tl.store(at, (acc * weight[None, :]).to(out.dtype.element_ty), m_in & n_in[:, None])
 
 
-_ROUTER_SPLITS = 8
+ROUTER_SPLITS = 8
 
 
 class Routed:
@@ -161,7 +161,7 @@ class Routed:
 
     def __init__(self, rows: int, experts: int, top: int, device: torch.device | str) -> None:
         self.rows, self.experts, self.top, self.slots = rows, experts, top, top + 1
-        self.logits = torch.empty(_ROUTER_SPLITS, rows, experts, dtype=torch.float32, device=device)
+        self.logits = torch.empty(ROUTER_SPLITS, rows, experts, dtype=torch.float32, device=device)
         self.counts = torch.zeros(experts + 1, dtype=torch.int32, device=device)
         self.members = torch.zeros(experts + 1, rows, dtype=torch.int32, device=device)
         self.weights = torch.zeros(rows, self.slots, dtype=torch.float32, device=device)
@@ -196,7 +196,7 @@ def route(
     _choose[(1,)](
         into.logits, bias, active, into.counts, into.members, into.weights, into.busy, rows, into.experts, scaling,
         TOP=into.top, BT=triton.next_power_of_2(rows), BE=triton.next_power_of_2(into.experts), NORM=normalise,
-        SLOTS=into.slots, SPLITS=_ROUTER_SPLITS, num_warps=8, **CHAINED,
+        SLOTS=into.slots, SPLITS=ROUTER_SPLITS, num_warps=8, **CHAINED,
     )  # fmt: skip
 
 
@@ -205,13 +205,15 @@ def up(
 ) -> None:
     """out[row, slot] = silu(x gate^T) × (x up^T) of the slot's expert; weight [E + 1, 2 × inner, D], gate first.
 
-    x [T, D]; out [T, slots, inner]. FP8 weights have `scale` float32 [E + 1, 2 × inner / 128, D / 128].
+    x [T, D], rows may be strided; out [T, slots, inner]. FP8 weights have `scale` float32
+    [E + 1, 2 × inner / 128, D / 128].
     """
     rows, dim = x.shape
     inner = out.shape[2]
     tiles = _up_tiles(rows, dense=routed.experts == 0, fp8=scale is not None)
     _up[(triton.cdiv(inner, tiles.n), routed.most_busy)](
-        x, linear.in_pairs(weight), scale, routed.counts, routed.members, routed.busy, out, rows, dim, inner,
+        x, linear.in_pairs(weight), scale, routed.counts, routed.members, routed.busy, out,
+        rows, dim, inner, x.stride(0),
         SLOTS=routed.slots, BM=_block_m(rows), BN=tiles.n, BK=min(tiles.k, triton.next_power_of_2(dim)),
         FP8=scale is not None, num_warps=tiles.warps, num_stages=tiles.stages, **CHAINED,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from glm52_engine.model.matrix import Matrix, fused, stacked
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
 from glm52_engine.model.sparse_pool import SparsePool
+from glm52_engine.model.spread import SpreadStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +211,17 @@ class DecodeStep:
         vocab = len(weights.head)
         self._head = empty(linear_kernels.splits_for(vocab, batch), batch, vocab, of=torch.float32)
         self._dense = moe.Routed.everything(batch, device)
-        self._routed = moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
-        inner = [layer.down.weight.shape[2] for layer in weights.layers]
-        slots = [self._routed.slots if layer.gate is not None else 1 for layer in weights.layers]
+        spread = exchange if any(layer.gate is not None for layer in weights.layers) else None
+        self._spread = None if spread is None else SpreadStep(weights, batch, spread)
+        self._routed: moe.Routed = (
+            moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
+            if self._spread is None
+            else self._spread.routed
+        )
+        # Layers whose experts are spread have buffers of their own.
+        here = [layer for layer in weights.layers if spread is None or layer.gate is None]
+        inner = [layer.down.weight.shape[2] for layer in here]
+        slots = [self._routed.slots if layer.gate is not None else 1 for layer in here]
         self._gated = {n: empty(batch, s, n) for n, s in zip(inner, slots, strict=True)}
         self._shares = {s: empty(batch, s, spec.hidden_size) for s in slots}
 
@@ -258,7 +267,10 @@ class DecodeStep:
         self.logits = logits
 
     def experts_with_rows(self) -> int:
-        """Experts that the last MoE layer of the last step used, the shared one included; waits for the device."""
+        """Experts of this rank that the last MoE layer of the last step used, the shared one included.
+
+        Waits for the device.
+        """
         return int(self._routed.busy[0])
 
     def _attention(self, index: int, layer: LayerWeights, counts: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -299,12 +311,16 @@ class DecodeStep:
             attended = mla.attend_flash(self._query, cache, selected, attended, self._flash, scale=scale)
         else:
             mla.attend(self._query, cache, selected, self.lengths, attended, self._work, scale=scale)
+        if self._hot is not None:
+            self._hot.attended(index)
         mla.expand(attended, layer.kv_b, self._values, nope=spec.qk_nope_head_dim)
         linear_kernels.linear(self._values.flatten(1), layer.o.weight, self._o, scale=layer.o.scale)
 
     def _mlp(self, layer: LayerWeights) -> torch.Tensor:
         spec = self._weights.spec
         routed = self._dense
+        if self._spread is not None and layer.gate is not None:
+            return self._spread.run(layer, self._normed, self.active)
         if layer.gate is not None and layer.bias is not None:
             routed = self._routed
             moe.route(

@@ -16,9 +16,11 @@ from glm52_engine.kernels import mla, moe, rows
 from glm52_engine.kernels.cache_rows import Rows, load
 from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
 from glm52_engine.model.exchange import Exchange, check_experts
+from glm52_engine.model.grouped import gated, grouped_linear
 from glm52_engine.model.matrix import Matrix
 from glm52_engine.model.mla import LATENT_NORM_EPS
 from glm52_engine.model.rope import inverse_frequencies
+from glm52_engine.model.spread import SpreadPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ class Prefill:
     """Runs chunks of at most `most_rows` rows.
 
     FP8 weights are widened to the model's dtype before their product, every chunk anew, into one buffer as large as the
-    largest of them: in bfloat16 4 × inner × hidden bytes for each expert of a layer. It moves 3 bytes a weight.
+    largest of them: in bfloat16 4 × inner × hidden bytes for each expert of a layer. It moves 3 bytes a weight. Where
+    experts are spread over ranks there is a second buffer, half as large: a chunk is exchanged in several pieces, and
+    each of them takes both matrices of the layer's experts.
     """
 
     def __init__(
@@ -84,7 +88,12 @@ class Prefill:
         heads, latent, rope = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         self._flash = mla.flash_usable(heads, latent, rope, pool.layout.dtype, self._device)
         matrices = [m for layer in weights.layers for m in (layer.a, layer.b, layer.o, layer.up, layer.down)]
-        self._wide = weights.embed.new_empty(max(m.weight.numel() if m.scale is not None else 0 for m in matrices))
+        self._wide = weights.embed.new_empty(max(_widened(m) for m in matrices))
+        self._spread: SpreadPrefill | None = None
+        if exchange is not None:
+            self._spread = SpreadPrefill(spec, weights.experts, exchange)
+            down = [layer.down for layer in weights.layers if layer.gate is not None]
+            self._wide_down = weights.embed.new_empty(max(map(_widened, down), default=0))
 
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, longest: int,
@@ -100,6 +109,8 @@ class Prefill:
         """
         spec, weights = self._weights.spec, self._weights
         count, dim = len(tokens), spec.hidden_size
+        if self._spread is not None and (bucket is None or bucket < count):
+            raise ValueError(f"bucket: found {bucket} for {count} rows; expected as many as the longest rank has")
         new = weights.embed.new_empty
         hidden, normed = new(count, dim), new(count, dim)
         cos, sin = (new((count, spec.qk_rope_head_dim // 2), dtype=torch.float32) for _ in range(2))
@@ -119,13 +130,20 @@ class Prefill:
             place = rows.Place(slots, cos, sin, self._pool.mla[index], self._pool.block_rows)
             attended = self._attention(index, layer, normed, place, context, lengths, longest, selected, together)
             rows.add_norm(hidden, attended.unsqueeze(0), layer.mlp_norm, normed, spec.rms_norm_eps)
-            added = self._mlp(layer, normed).unsqueeze(0)
+            added = self._mlp(layer, normed, bucket).unsqueeze(0)
         rows.add_norm(hidden, added, weights.norm, normed, spec.rms_norm_eps)
         return F.linear(normed[logit_rows], weights.head).float()
 
     def idle(self, bucket: int) -> None:
         """This rank's part of a pass of `bucket` rows in which it has none."""
-        raise NotImplementedError
+        assert self._spread is not None, "ranks without an exchange have passes of their own"
+        spec, embed = self._weights.spec, self._weights.embed
+        none = embed.new_empty(0, spec.hidden_size)
+        chosen = torch.empty(0, spec.num_experts_per_tok, dtype=torch.int64, device=self._device)
+        for layer in self._weights.layers:
+            if layer.gate is not None:
+                up, down = self._values(layer.up), self._values(layer.down, self._wide_down)
+                self._spread.run(none, chosen, chosen.float(), none, up[:-1], down[:-1], bucket)
 
     def _attention(
         self, index: int, layer: LayerWeights, normed: torch.Tensor, place: rows.Place, context: _Context,
@@ -197,28 +215,31 @@ class Prefill:
         wide = self._weights.embed.new_empty(sequences.numel() * pool.block_size, width)
         return _Context(table, places, pool.block_size, sequences, wide)
 
-    def _values(self, matrix: Matrix) -> torch.Tensor:
-        """A matrix in the model's dtype; of an FP8 one, valid until the next call."""
+    def _values(self, matrix: Matrix, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A matrix in the model's dtype; of an FP8 one, valid until the next call that has the same buffer `into`."""
         if matrix.scale is None:
             return matrix.weight
-        out = self._wide[: matrix.weight.numel()].view(matrix.weight.shape)
+        out = (self._wide if into is None else into)[: matrix.weight.numel()].view(matrix.weight.shape)
         linear_kernels.widen(matrix.weight, matrix.scale, out)
         return out
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: LayerWeights, x: torch.Tensor, bucket: int | None) -> torch.Tensor:
         up = self._values(layer.up)
-        shared = _gated(F.linear(x, up[-1]), torch.ones(len(x), device=x.device))
+        shared = gated(F.linear(x, up[-1]), torch.ones(len(x), device=x.device))
         if layer.gate is None or layer.bias is None:
             return F.linear(shared, self._values(layer.down)[-1])
         experts, weights = self._route(x, layer.gate, layer.bias)
+        if self._spread is not None and bucket is not None:
+            down = self._values(layer.down, self._wide_down)
+            return self._spread.run(x, experts, weights, F.linear(shared, down[-1]), up[:-1], down[:-1], bucket)
         top = experts.shape[1]
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=len(layer.gate)).cumsum(0).int()
         both = grouped_linear(x[order // top], up[:-1], ends)
-        gated = _gated(both, weights.flatten()[order].contiguous())
+        weighted = gated(both, weights.flatten()[order].contiguous())
         down = self._values(layer.down)
-        parts = grouped_linear(gated, down[:-1], ends)
+        parts = grouped_linear(weighted, down[:-1], ends)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=x.device)
         out = torch.empty_like(x)
@@ -237,16 +258,6 @@ class Prefill:
         return experts, weights * spec.routed_scaling_factor
 
 
-def _gated(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weight of the row × silu(first half) × second half; [N, 2 × inner] → [N, inner]."""
-    out = both.new_empty(len(both), both.shape[1] // 2)
-    moe.gate(both, weights, out)
-    return out
-
-
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows [ends[e - 1], ends[e]) of x times weight[e].T; x [N, K], weight [E, O, K], ends int32 [E]."""
-    if x.is_cuda:
-        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    bounds = [0, *ends.tolist()]
-    return torch.cat([F.linear(x[bounds[e] : bounds[e + 1]], weight[e]) for e in range(len(weight))])
+def _widened(matrix: Matrix) -> int:
+    """Elements of the buffer that it is widened into."""
+    return 0 if matrix.scale is None else matrix.weight.numel()

@@ -193,15 +193,16 @@ def start_of(sequence: Running) -> Start:
     s = sequence
     return Start(
         s.key, s.seat, s.blocks, s.prompt, s.sampling, s.seed, s.prefill_only, s.priority, s.choices, s.computed,
-        s.last, s.constraint is not None,
+        s.last, s.constraint is not None, s.arrived, s.kept,
     )  # fmt: skip
 
 
 def running_of(start: Start) -> Running:
     s = start
     return Running(
-        s.key, s.seat, s.blocks, s.prompt, s.sampling, s.seed, s.prefill_only, s.priority, s.choices, s.computed, s.last
-    )
+        s.key, s.seat, s.blocks, s.prompt, s.sampling, s.seed, s.prefill_only, s.priority, s.choices, s.computed,
+        s.last, arrived=s.arrived, kept=s.kept,
+    )  # fmt: skip
 
 
 def bucket_of(rows: int) -> int:

@@ -41,6 +41,14 @@ class Collectives(Protocol):
         """[world, …], part i for rank i → [world, …], part i from rank i."""
         ...
 
+    def gather(self, own: torch.Tensor, everyone: torch.Tensor) -> None:
+        """See `model.exchange.Exchange`."""
+        ...
+
+    def swap(self, parts: torch.Tensor, back: torch.Tensor) -> None:
+        """See `model.exchange.Exchange`."""
+        ...
+
     def abort(self) -> None:
         """From any thread: calls that wait end with an error, here and on the other ranks."""
         ...
@@ -69,24 +77,38 @@ class TorchCollectives:
         self.rank, self.world = rank, world
         self._group: Any = None
         self._ending = threading.Lock()
+        self._gather, self._swap = dist.distributed_c10d.AllgatherOptions(), dist.distributed_c10d.AllToAllOptions()
+        # On the caller's stream: on one of its own a collective would cost a step two events, and its graph branches.
+        self._gather.asyncOp = self._swap.asyncOp = False
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread, which is the rank's from now on
         try:
             store = dist.TCPStore(
                 store_host, store_port, None, False, timedelta(seconds=JOIN_SECONDS), wait_for_workers=False
             )
             self._group = _group(dist.PrefixStore(group, store), rank, world, own_host, device)
-            self._group.barrier().wait()
+            # No barrier: that of NCCL takes the GPU whose number is the rank's, which on a second host is another one.
+            self.all_gather(torch.zeros(1, 1, device=device)).sum().item()
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(f"rank {rank} cannot join the replica's process group: {_line(error)}") from error
 
     def all_gather(self, block: torch.Tensor) -> torch.Tensor:
         out = block.new_empty(self.world * block.shape[0], *block.shape[1:])
-        self._wait("_allgather_base", out, block.contiguous())
-        return out.unflatten(0, (self.world, -1))
+        out = out.unflatten(0, (self.world, -1))
+        self.gather(block.contiguous(), out)
+        return out
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
+        parts = parts.contiguous()
         out = torch.empty_like(parts)
-        self._wait("alltoall_base", out, parts.contiguous(), [], [])
+        self.swap(parts, out)
         return out
+
+    def gather(self, own: torch.Tensor, everyone: torch.Tensor) -> None:
+        self._wait("_allgather_base", everyone.flatten(0, 1), own, self._gather)
+
+    def swap(self, parts: torch.Tensor, back: torch.Tensor) -> None:
+        self._wait("alltoall_base", back, parts, [], [], self._swap)
 
     def abort(self) -> None:
         with self._ending:
@@ -96,6 +118,7 @@ class TorchCollectives:
             group.abort()
 
     def _wait(self, name: str, *tensors: Any) -> None:
+        """On a GPU it is the stream that waits, and a graph can hold that."""
         group = self._group
         if group is None:
             raise CollectiveError(f"rank {self.rank} has left the replica's process group")
@@ -103,6 +126,30 @@ class TorchCollectives:
             getattr(group, name)(*tensors).wait()
         except RuntimeError as error:
             raise CollectiveError(f"rank {self.rank}: a collective failed: {_line(error)}") from error
+
+
+class LateExchange:
+    """`model.exchange.Exchange` of a rank that is built before it meets the others: what it needs of the device, and
+    whether that suffices, is then known while their hosts still load."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._collectives: Collectives | None = None
+
+    def meet(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def gather(self, own: torch.Tensor, everyone: torch.Tensor) -> None:
+        self._met.gather(own, everyone)
+
+    def swap(self, parts: torch.Tensor, back: torch.Tensor) -> None:
+        self._met.swap(parts, back)
+
+    @property
+    def _met(self) -> Collectives:
+        if self._collectives is None:
+            raise CollectiveError(f"rank {self.rank} has not met the other ranks yet")
+        return self._collectives
 
 
 def _group(store: Any, rank: int, world: int, own_host: str, device: torch.device) -> Any:

@@ -144,6 +144,16 @@ class Coordinator:
             self._loop.call_soon_threadsafe(self._interrupt)
         self._thread.join(seconds)
 
+    def close(self, seconds: float = 5.0) -> None:
+        """After `stop`: lets go of what the leader's own ranks have loaded, unless one of them hangs on it still: then
+        the end of the process does."""
+        if self.parts is None:
+            return
+        if self._crew is None or self._crew.wait(seconds):
+            self.parts.close()
+        else:
+            log.warning("a rank has not ended: what it has pinned stays so until the process ends")
+
     # Everything below runs on the coordinator's thread, except _command.
 
     def _command(self, command: Callable[[Books], None]) -> None:
@@ -187,7 +197,7 @@ class Coordinator:
 
     async def _come_up(self) -> None:
         plan = self.plan
-        loading = in_thread(plan.load)
+        loading = in_thread(self._load)
         connecting = asyncio.create_task(self._connect())
         try:
             await asyncio.wait((loading, connecting), return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +208,7 @@ class Coordinator:
             await connecting
             self._waits = False
             self.on_waiting("")
-            self.parts = parts = await self._all(loading)
+            parts = await self._all(loading)
         finally:
             connecting.cancel()
         await self._all(asyncio.gather(*(host.loaded.wait() for host in self._hosts)))
@@ -211,6 +221,10 @@ class Coordinator:
             block_size=plan.terms.block_size,
             launch_ahead=plan.launch_ahead,
         )
+
+    def _load(self) -> HostParts:
+        self.parts = self.plan.load()
+        return self.parts
 
     async def _connect(self) -> None:
         plan = self.plan

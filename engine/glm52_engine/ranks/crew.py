@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from glm52_engine.checkpoint import ModelSpec
-from glm52_engine.model import Model
+from glm52_engine.config import ConfigError
 from glm52_engine.ranks.collectives import CollectiveError, TorchCollectives
-from glm52_engine.ranks.experts import ShardedMoe
-from glm52_engine.ranks.follower import Follower, ShardedExecutor
+from glm52_engine.ranks.follower import Follower, LockStep
 from glm52_engine.ranks.lane import Lane
 from glm52_engine.ranks.load import HostParts
 from glm52_engine.ranks.messages import Join, RankOrder, RankResult, Shape
 from glm52_engine.ranks.spans import RankSpan
-from glm52_engine.runtime.load import hot_cache
 from glm52_engine.runtime.rank import intra_op_threads
-from glm52_engine.schedule import blocks_for
-
-CPU = torch.device("cpu")
 
 T = TypeVar("T")
 
@@ -46,6 +42,7 @@ class _Member:
 
     rank: int
     jobs: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None]
+    thread: threading.Thread | None = None
     collectives: TorchCollectives | None = None
     follower: Follower | None = None
 
@@ -64,16 +61,19 @@ class Crew:
         self._parts, self._world = parts, world
         self._members = [_Member(rank, queue.SimpleQueue()) for rank in span.ranks]
         for member in self._members:
-            threading.Thread(target=member.run, name=f"rank-{member.rank}", daemon=True).start()
+            member.thread = threading.Thread(target=member.run, name=f"rank-{member.rank}", daemon=True)
+            member.thread.start()
 
     @property
-    def executors(self) -> list[ShardedExecutor]:
+    def executors(self) -> list[LockStep]:
         """Of the ranks that have joined."""
         return [member.follower.executor for member in self._members if member.follower is not None]
 
     async def join(self, join: Join, own_host: str) -> None:
-        """Every rank enters the process group, then computes its first steps with all others. Raises RankFailed."""
-        await self._each([lambda m=member: self._enter(m, join, own_host) for member in self._members])  # type: ignore[misc]
+        """Every rank enters the process group, then computes its first steps with all others: on GPUs also the capture
+        of its graphs. Raises RankFailed, and ConfigError where a rank finds that the configuration cannot work."""
+        enter = functools.partial(self._enter, join, own_host)
+        await self._each([functools.partial(enter, place, member) for place, member in enumerate(self._members)])
 
     async def execute(self, shape: Shape, orders: Sequence[RankOrder]) -> list[RankResult]:
         """One step on all ranks of this host. Raises RankFailed at the first that fails."""
@@ -87,35 +87,30 @@ class Crew:
         """Wakes whoever waits in a collective, here and elsewhere, and lets the threads end. Waits for nobody."""
         for member in self._members:
             member.jobs.put(None)
-        # gloo's abort may wait for a thread of its own that a lost peer holds.
-        threading.Thread(target=self._abort, daemon=True).start()
-
-    def _abort(self) -> None:
-        for member in self._members:
             if member.collectives is not None:
-                member.collectives.abort()
+                # An abort may wait for a thread of the library's that a lost peer holds, and none for another one.
+                threading.Thread(target=member.collectives.abort, daemon=True).start()
 
-    def _enter(self, member: _Member, join: Join, own_host: str) -> None:
-        parts, world = self._parts, self._world
+    def wait(self, seconds: float) -> bool:
+        """After `leave`: whether all threads have ended in time, so that nobody uses what the ranks have loaded."""
+        until = time.monotonic() + seconds
+        for member in self._members:
+            assert member.thread is not None
+            member.thread.join(max(0.0, until - time.monotonic()))
+        return not any(member.thread is not None and member.thread.is_alive() for member in self._members)
+
+    def _enter(self, join: Join, own_host: str, place: int, member: _Member) -> None:
+        parts = self._parts
+        device = parts.devices[place]
         member.collectives = TorchCollectives(
-            rank=member.rank, world=world, store_host=join.store_host, store_port=join.store_port, group=join.group,
-            own_host=own_host, device=CPU,
+            rank=member.rank, world=self._world, store_host=join.store_host, store_port=join.store_port,
+            group=join.group, own_host=own_host, device=device,
         )  # fmt: skip
-        lane = Lane(member.collectives, device=CPU, debug=join.debug)
-        moes: list[ShardedMoe] = []
-
-        def sharded(spec: ModelSpec, weights: Mapping[str, torch.Tensor]) -> ShardedMoe:
-            moes.append(ShardedMoe(spec, weights, lane))
-            return moes[-1]
-
-        model = Model(parts.spec, parts.weights.tensors, moe=sharded)
-        limits, pool = parts.measures.limits, parts.pools[member.rank - self._members[0].rank]
-        executor = ShardedExecutor(
-            model, moes, lane, pool, limits=parts.measures.step, seats=limits.seats,
-            blocks_per_seat=blocks_for(limits.max_model_len, limits.block_size), hot=hot_cache(parts.measures, pool),
-        )  # fmt: skip
+        executor = parts.executor(place, Lane(member.collectives, device=device, debug=join.debug))
+        executor.enter()
         executor.warm_up()
-        member.follower = Follower(member.rank, executor, seats=limits.seats, limits=parts.measures.step)
+        measures = parts.measures
+        member.follower = Follower(member.rank, executor, seats=measures.limits.seats, limits=measures.step)
 
     async def _each(self, works: Sequence[Callable[[], T]]) -> list[T]:
         futures: list[Future[T]] = [Future() for _ in works]
@@ -123,13 +118,17 @@ class Crew:
             member.jobs.put((work, future))  # type: ignore[arg-type]
         waiting = [asyncio.wrap_future(future) for future in futures]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [
-            RankFailed(member.rank, error)
+        errors = {
+            member.rank: error
             for member, each in zip(self._members, waiting, strict=True)
             if each.done() and (error := each.exception()) is not None
-        ]
-        if failed:
+        }
+        if errors:
             for each in waiting:
                 each.add_done_callback(lambda done: done.cancelled() or done.exception())
+            refused = next((error for error in errors.values() if isinstance(error, ConfigError)), None)
+            if refused is not None:
+                raise refused
+            failed = [RankFailed(rank, error) for rank, error in errors.items()]
             raise next((error for error in failed if not error.consequence), failed[0])
         return [each.result() for each in waiting]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from glm52_engine.ranks.experts import ShardedMoe
 from glm52_engine.ranks.lane import Lane
 from glm52_engine.ranks.masks import GivenMask
 from glm52_engine.ranks.messages import Flags, RankOrder, RankResult, Shape
-from glm52_engine.runtime.executor import EagerWork, HostExecutor, check_finite
+from glm52_engine.runtime.executor import EagerWork, Executor, HostExecutor, check_finite
 from glm52_engine.runtime.rank import Event, Flight, Rank, Running, StepLimits
 from glm52_engine.schedule.plan import Planned
 from glm52_engine.structured import Matcher
@@ -24,6 +24,13 @@ from glm52_engine.structured import Matcher
 
 class OrderError(Exception):
     """An order that this rank cannot carry out exactly; the replica ends by it."""
+
+
+class LockStep(Executor, Protocol):
+    """An executor that computes together with all other ranks. `shape`, of the next step, is set before `launch`, which
+    comes without spans where this rank has no rows; `relaunch` goes on to the shape that follows."""
+
+    shape: Shape | None
 
 
 class ShardedExecutor(HostExecutor):
@@ -75,10 +82,10 @@ class ShardedExecutor(HostExecutor):
 class Follower(Rank):
     """`execute` is called by one thread, order after order; the thread of `Rank` is never started."""
 
-    def __init__(self, index: int, executor: ShardedExecutor, *, seats: int, limits: StepLimits) -> None:
+    def __init__(self, index: int, executor: LockStep, *, seats: int, limits: StepLimits) -> None:
         self._news: list[Event] = []
         super().__init__(index, executor, seats=seats, limits=limits, post=self._news.extend)
-        self._sharded = executor
+        self._lock_step = executor
         self._seats = seats
         self._blocks = executor.pool.num_blocks
         self._masks: dict[int, GivenMask] = {}
@@ -87,8 +94,8 @@ class Follower(Rank):
         self._promised: Shape | None = None
 
     @property
-    def executor(self) -> ShardedExecutor:
-        return self._sharded
+    def executor(self) -> LockStep:
+        return self._lock_step
 
     def execute(self, shape: Shape, order: RankOrder) -> RankResult:
         """One step. Raises OrderError where the order does not fit what is here, before anything is computed."""
@@ -102,7 +109,7 @@ class Follower(Rank):
             self._apply(order)
             if not shape.bucket:
                 return RankResult((), tuple(self._news))
-            self._sharded.shape = shape
+            self._lock_step.shape = shape
             flight = self._launch([self._planned(seat, count) for seat, count in order.rows])
         self._promised = None
         if shape.flags.lease:

@@ -81,7 +81,7 @@ class Session:
         self._orders: asyncio.Queue[Join | Order] = asyncio.Queue()
         self._agent: HostAgent | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._crew: Crew | None = None
+        self.crew: Crew | None = None
         self._news = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
@@ -105,8 +105,8 @@ class Session:
                 aside.cancel()
             if self._agent is not None:
                 self._agent.hold(False)
-            if self._crew is not None:
-                self._crew.leave()
+            if self.crew is not None:
+                self.crew.leave()
 
     def poke(self) -> None:
         """A phase of the start is over."""
@@ -141,13 +141,13 @@ class Session:
         join = await self._next(Join)
         self.joined = True
         began = self._phases.now()
-        self._crew = Crew(self._span, self._world, ready.parts)
-        await self._unless_ended(self._crew.join(join, self._link.own_address))
+        self.crew = Crew(self._span, self._world, ready.parts)
+        await self._unless_ended(self.crew.join(join, self._link.own_address))
         self._phases.note("joining and first steps", began)
         await self._link.send(Joined())
         while True:
             order = await self._next(Order)
-            results = await self._unless_ended(self._crew.execute(order.shape, order.ranks))
+            results = await self._unless_ended(self.crew.execute(order.shape, order.ranks))
             await self._link.send(Done(order.shape.number, tuple(results)))
 
     async def _next(self, kind: type[T]) -> T:

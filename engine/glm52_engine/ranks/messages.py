@@ -22,7 +22,7 @@ from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.runtime.rank import Event
 from glm52_engine.runtime.types import Sampling, Token
 
-VERSION = 2
+VERSION = 3
 """Raised whenever a message changes its meaning."""
 
 
@@ -145,6 +145,8 @@ class Start(_Message):
     computed: int
     last: Token | None
     constrained: bool = False
+    arrived: int = 0
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""A replica of several hosts behind the `Engine` protocol: what its leader serves with.
+"""A replica of several ranks that step together, behind the `Engine` protocol: what its leader serves with, whether
+other ranks are on other hosts or all are its own.
 
 Requests, seats and blocks of all ranks are the leader's, as in a pod of its own; only the computing is elsewhere.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm52_engine.config import ConfigError, EngineConfig, Role
+from glm52_engine.config import EngineConfig, Role
 from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.lifecycle.start import read_token
 from glm52_engine.ranks.coordinator import Coordinator, Plan
@@ -72,7 +73,14 @@ class ReplicaEngine(LocalEngine):
         if parts is None:
             raise RuntimeError("the replica is not up yet")
         measures, world = parts.measures, coordinator.plan.terms.world
-        super().__init__((), limits=measures.limits, step=measures.step, layout=parts.layout, prefix_cache=prefix_cache)
+        super().__init__(
+            (),
+            limits=measures.limits,
+            step=measures.step,
+            layout=parts.layout,
+            prefix_cache=prefix_cache,
+            pool_seconds=parts.pool_seconds,
+        )
         self.pools: Sequence[KvPool] = parts.pools
         """Those of the leader's own ranks: other hosts' are their own processes'."""
         self._ledger = Ledger(world, measures.limits)
@@ -90,6 +98,7 @@ class ReplicaEngine(LocalEngine):
     def stop(self) -> None:
         self._coordinator.stop()
         super().stop()
+        self._coordinator.close()
 
     def _ended(self, record: Record, event: Event) -> None:
         super()._ended(record, event)
@@ -122,7 +131,6 @@ def make_coordinator(
 
     `launch_ahead` None: as the configuration has it, but never on a CPU, where nothing runs beside the host.
     """
-    check_supported(config, role)
     own = config.role(role)
     measures, terms = read_terms(config, role, (own.ranks_per_host, *(host.ranks for host in hosts)), phases)
     plan = Plan(
@@ -158,14 +166,6 @@ def load_replica(
         coordinator.bring_up()
     except BaseException:
         coordinator.stop()
+        coordinator.close()
         raise
     return ReplicaEngine(coordinator, prefix_cache=config.role(role).prefix_cache)
-
-
-def check_supported(config: EngineConfig, role: Role) -> None:
-    """Raises ConfigError for what ranks of several hosts cannot do yet."""
-    if config.accelerator != "cpu":
-        raise ConfigError(
-            f"accelerator: found {config.accelerator}; a replica of several hosts computes on cpu only so far: "
-            "set hosts per replica to 1"
-        )

@@ -108,7 +108,10 @@ def _stored_as(kv_cache_dtype: KvCacheDtype, accelerator: Accelerator) -> KvCach
 
 
 def load_engine(path: Path, options: Options, *, on_phase: Callable[[str], None]) -> LocalEngine:
-    """Blocking: config, preflight, weights, pools, one real forward per rank. Raises ConfigError."""
+    """Blocking: config, preflight, weights, pools, one real forward per rank. Raises ConfigError.
+
+    On a GPU it has one rank: several share the experts, as a replica's do.
+    """
     role, on_cpu = options.role, options.accelerator == "cpu"
     parts = load_parts(path, options, on_phase=on_phase)
     engine = LocalEngine(
@@ -134,7 +137,7 @@ def load_parts(path: Path, options: Options, *, on_phase: Callable[[str], None])
     spec, limits, step = measures.spec, measures.limits, measures.step
     on_phase("checking the memory limit")
     check_memory(role, weights=weight_bytes(spec), accelerator=accelerator, limit=memory_limit())
-    load = _on_host if accelerator == "cpu" else _on_gpus
+    load = _on_host if accelerator == "cpu" else _on_gpu
     executors, contract, seconds = load(path, measures, role, on_phase)
     return Parts(executors, limits, step, contract, seconds)
 
@@ -178,34 +181,25 @@ def hot_cache(measures: Measures, pool: Pool) -> HotCache | None:
     )
 
 
-def _on_gpus(
+def _on_gpu(
     path: Path, measures: Measures, role: RoleConfig, on_phase: Callable[[str], None]
 ) -> tuple[list[Executor], dict[str, str | int], float]:
-    """A GPU for each rank, each with all weights."""
     spec, kv, limits = measures.spec, measures.kv, measures.limits
     from glm52_engine.runtime.device import gpus
 
-    gpus.check_count(role.ranks_per_host)
-    check_memlock(role.ranks_per_host * limits.blocks * kv.block_bytes)
-    executors: list[Executor] = []
-    contract: dict[str, str | int] = {}
-    seconds = 0.0
+    gpus.check_count(1)
+    check_memlock(limits.blocks * kv.block_bytes)
+    on_phase("reading weights")
+    told = ProgressLines("reading weights", on_phase)
+    weights = load_weights(path, spec, device=gpus.device(0), fp8="keep", on_progress=told)
+    contract = kv_contract(kv, weights)
+    on_phase("pinning the pool")
+    pool, pinned = gpus.pinned_pool(0, kv, limits.blocks, ProgressLines("pinning the pool", on_phase))
     with contextlib.ExitStack() as failed:
-        for rank in range(role.ranks_per_host):
-            said = f"reading weights for rank {rank}"
-            on_phase(said)
-            weights = load_weights(
-                path, spec, device=gpus.device(rank), fp8="keep", on_progress=ProgressLines(said, on_phase)
-            )
-            contract = kv_contract(kv, weights)
-            said = f"pinning the pool of rank {rank}"
-            on_phase(said)
-            pool, pinned = gpus.pinned_pool(rank, kv, limits.blocks, ProgressLines(said, on_phase))
-            failed.callback(pinned.release)
-            seconds += pinned.seconds
-            executors.append(gpus.executor(rank, measures, weights, pool, role, pinned.release))
+        failed.callback(pinned.release)
+        made = gpus.executor(0, measures, weights, pool, role, pinned.release)
         failed.pop_all()
-    return executors, contract, seconds
+    return [made], contract, pinned.seconds
 
 
 def _pool(kv: KvLayout, limits: Limits, rank: int) -> Pool:

@@ -32,10 +32,11 @@ def load_engine(
 ) -> tuple[Engine, Tokenizer, type[Exception]]:
     """The engine, its tokenizer, and what its calls raise when it stops. Raises ConfigError for what can never work.
 
-    `on_phase` is told of phases that follow each other, and may raise to give the start up. A replica of several hosts
-    has phases that overlap: they go to `phases`, and `say` gets how far they are. `rank_hosts`: HOST:PORT of its other
-    pods, which share the secret of `token_file`; `on_leaving` is told when one of them was asked to end, `on_waiting`
-    for which of them the start waits, and "" once they are there.
+    `on_phase` is told of phases that follow each other, and may raise to give the start up. Ranks that step together,
+    those of several hosts and several on GPUs, have phases that overlap: they go to `phases`, and `say` gets how far
+    they are. `rank_hosts`: HOST:PORT of the replica's other pods, which share the secret of `token_file`; `on_leaving`
+    is told when one of them was asked to end, `on_waiting` for which of them the start waits, and "" once they are
+    there.
     """
     on_phase("reading the tokenizer")
     tokenizer = Tokenizer.load(Path(config.model.path))
@@ -43,17 +44,19 @@ def load_engine(
     from glm52_engine.runtime.load import Options, load_engine
     from glm52_engine.runtime.record import EngineStopped
 
-    if rank_hosts:
-        if config.role(role).store is not None:
-            raise ConfigError("store: a replica of several hosts cannot take part in it so far; leave it out")
+    own = config.role(role)
+    if rank_hosts and own.store is not None:
+        raise ConfigError("store: a replica of several hosts cannot take part in it so far; leave it out")
+    local: LocalEngine
+    # A GPU has no room for the experts of all: ranks of one pod share them as those of several do.
+    if rank_hosts or (config.accelerator != "cpu" and own.ranks_per_host > 1):
         from glm52_engine.ranks.replica import load_replica
         from glm52_engine.ranks.spans import RankHost
 
-        ranks = config.role(role).ranks_per_host
-        hosts = [RankHost.parse(text, ranks) for text in rank_hosts]
+        hosts = [RankHost.parse(text, own.ranks_per_host) for text in rank_hosts]
         phases = phases or Phases()
         phases.finish()
-        engine = load_replica(
+        local = load_replica(
             config,
             role,
             hosts,
@@ -63,11 +66,10 @@ def load_engine(
             on_leaving=on_leaving,
             on_waiting=on_waiting,
         )
-        return engine, tokenizer, EngineStopped
-    local = load_engine(Path(config.model.path), Options.of(config, role), on_phase=on_phase)
-    store = config.role(role).store
-    if store is not None:
-        local.use_store(_started(store, local))
+    else:
+        local = load_engine(Path(config.model.path), Options.of(config, role), on_phase=on_phase)
+    if own.store is not None:
+        local.use_store(_started(own.store, local))
     local.start()
     return local, tokenizer, EngineStopped
 

@@ -128,7 +128,7 @@ async def test_a_host_that_was_started_for_other_ranks_is_refused() -> None:
 
 async def test_a_leader_of_another_version_is_refused(pair: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "hello", lambda *args: replace(hello(*args), version=0))
-    with pytest.raises(ConnectError, match="speaks version 0 of the rank protocol, this host version 2"):
+    with pytest.raises(ConnectError, match="speaks version 0 of the rank protocol, this host version 3"):
         await dial(*pair)
 
 

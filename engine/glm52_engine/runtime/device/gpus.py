@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from glm52_engine.config import ConfigError, RoleConfig
 from glm52_engine.kv.pinning import Cuda, Pinned, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import KvLayout, Pool
 from glm52_engine.model.device import device_weights
+from glm52_engine.model.exchange import Exchange
 from glm52_engine.model.sparse_pool import device_bytes
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.device.room import Room
@@ -40,8 +41,11 @@ def check_count(ranks: int) -> None:
         )
 
 
-def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) -> int:
-    """Bytes of the KV that the device keeps. Raises ConfigError when they do not fit beside the weights there."""
+def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None, *, first_rank: int = 0) -> int:
+    """Bytes of the KV that the device keeps. Raises ConfigError when they do not fit beside the weights there.
+
+    `rank` of this pod, whose ranks are numbered from `first_rank` on in its replica.
+    """
     free, total = torch.cuda.mem_get_info(device(rank))
     usable = free - total * (100 - role.gpu_memory_percent) // 100
     if hot_rows is None:
@@ -57,7 +61,7 @@ def check_room(rank: int, pool: Pool, role: RoleConfig, hot_rows: int | None) ->
         remedy = "lower host_pool_gib, max_num_seqs or hi_sparse.device_buffer_size"
     if need > usable:
         raise ConfigError(
-            f"host_pool_gib: found {role.host_pool_gib}: the GPU of rank {rank} keeps {keeps}, "
+            f"host_pool_gib: found {role.host_pool_gib}: the GPU of rank {first_rank + rank} keeps {keeps}, "
             f"but of its {gib(total)} it has {gib(max(0, usable))} left beside the weights at gpu_memory_percent "
             f"{role.gpu_memory_percent}: {remedy}"
         )
@@ -75,17 +79,30 @@ class CountedExecutor(DeviceExecutor):
         log.info("GPU memory: %s of %s", self.room, gib(self.room.total))
 
 
+AnyCounted = TypeVar("AnyCounted", bound=CountedExecutor)
+
+
 def executor(
     rank: int, measures: Measures, weights: Weights, pool: Pool, role: RoleConfig, unpin: Callable[[], object]
-) -> DeviceExecutor:
+) -> CountedExecutor:
+    """Of a rank that computes alone."""
+    return built(CountedExecutor, rank, measures, weights, pool, role, unpin)
+
+
+def built(
+    kind: type[AnyCounted], rank: int, measures: Measures, weights: Weights, pool: Pool, role: RoleConfig,
+    unpin: Callable[[], object], *, first_rank: int = 0, experts: range | None = None, exchange: Exchange | None = None,
+) -> AnyCounted:  # fmt: skip
+    """`rank` and `first_rank` as in `check_room`. Of the routed experts `weights` has `experts` (None: all); the others
+    are reached by the exchange. Raises ConfigError where the GPU's memory does not suffice."""
     limits, step = measures.limits, measures.step
     narrow(weights)
-    on_device = device_weights(measures.spec, weights, device(rank))
+    on_device = device_weights(measures.spec, weights, device(rank), experts)
     torch.cuda.empty_cache()  # the tensors that were joined: the room is asked for next
-    room = Room(rank, functools.partial(torch.cuda.mem_get_info, device(rank)))
-    kv = check_room(rank, pool, role, measures.hot_rows)
+    room = Room(first_rank + rank, functools.partial(torch.cuda.mem_get_info, device(rank)))
+    kv = check_room(rank, pool, role, measures.hot_rows, first_rank=first_rank)
     with room.taking("workspace", of_it=("KV", kv)):
-        made = CountedExecutor(
+        made = kind(
             on_device,
             pool,
             seats=limits.seats,
@@ -95,6 +112,7 @@ def executor(
             unpin=unpin,
             hot_rows=measures.hot_rows,
             hot_always=measures.hot_always,
+            exchange=exchange,
         )
     made.room = room
     return made

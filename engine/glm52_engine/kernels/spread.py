@@ -61,31 +61,32 @@ def _decide(
     row = tl.program_id(0)
     if row == 0:
         tl.store(busy, 0)
+    ids += row.to(tl.int64) * id_row
+    k = tl.arange(0, BK)
+    tl.store(ids + k, tl.full((BK,), -1, tl.int32), k < TOP)
     d = tl.arange(0, BD)
     value = tl.load(x + row.to(tl.int64) * dim + d, d < dim, other=0.0)
     tl.store(values + row.to(tl.int64) * value_row + d, value, d < dim)
-    live = row < tl.load(active_rows)
     e = tl.arange(0, BE)
-    known = e < tl.where(live, experts, 0)
+    known = e < tl.where(row < tl.load(active_rows), experts, 0)
     logit = tl.zeros((BE,), tl.float32)
     for split in tl.static_range(SPLITS):
         logit += tl.load(logits + (split * rows + row) * experts + e, known, other=0.0)
     score = tl.sigmoid(logit)
     left = tl.where(known, score + tl.load(bias + e, known, other=0.0), float("-inf"))
-    k = tl.arange(0, BK)
-    chosen = tl.full((BK,), -1, tl.int32)
-    weight = tl.zeros((BK,), tl.float32)
+    slot = tl.full((BE,), -1, tl.int32)
     for i in tl.static_range(TOP):
-        best = tl.argmax(left, 0)
-        hit = e == best
-        # Of a row that is no number the greatest may be behind the last expert.
-        chosen = tl.where(k == i, tl.where(live & (best < experts), best, -1), chosen)
-        weight = tl.where(k == i, tl.sum(tl.where(hit, score, 0.0), 0), weight)
+        hit = (e == tl.argmax(left, 0)) & known
+        slot = tl.where(hit, i, slot)
         left = tl.where(hit, float("-inf"), left)
+    chosen = slot >= 0
+    weight = tl.where(chosen, score, 0.0)
     if NORM:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    tl.store(ids + row.to(tl.int64) * id_row + k, chosen, k < TOP)
-    tl.store(weights + row.to(tl.int64) * id_row + k, weight * scaling, k < TOP)
+    # What is filled above and stored to here may be other threads'.
+    tl.debug_barrier()
+    tl.store(ids + slot, e, chosen)
+    tl.store(weights + row.to(tl.int64) * id_row + slot, weight * scaling, chosen)
 
 
 def decide(

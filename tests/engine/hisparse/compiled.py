@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from glm52_engine.kernels import hisparse
+from glm52_engine.kernels import hisparse, spread
 from glm52_engine.kernels.residency import POISON
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -29,11 +29,39 @@ KERNELS: list[tuple[Any, str, dict[str, Any], int]] = [
     (
         hisparse._gather,
         "*i32 *i32 *i32 *i32 *i32 *i64 i32 i32 i32",
-        {"BLOCK_SIZE": 64, "WORDS": 288, "BC": 512, "UNWRITTEN": -POISON, "FETCHED": 3, "DEBUG": True},
+        {
+            "BLOCK_SIZE": 64,
+            "WORDS": 288,
+            "BC": 512,
+            "UNWRITTEN": -POISON,
+            "FETCHED": 3,
+            "DEBUG": True,
+            "FEW": 8,
+            "MANY": 1 << 20,
+        },
         8,
     ),
     (hisparse._copy_blocks, "*i64 *i32 *i32 i32 i32", {"CHUNKS": 1024, "BC": 512}, 8),
     (hisparse._write_back, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", {"BLOCK_SIZE": 64, "WORDS": 288, "BW": 512}, 2),
+    (
+        spread._decide,
+        "*bf16 *fp32 *fp32 *i32 *bf16 *i32 *fp32 *i32 i32 i32 i32 i32 i32 fp32",
+        {"TOP": 8, "BK": 8, "BE": 256, "BD": 8192, "NORM": True, "SPLITS": 8, "PDL": True},
+        4,
+    ),
+    (
+        spread._assign,
+        "*i32 *fp32 *i32 *i32 *i32 *fp32 *i32 i32 i32 i32 i32 i32 i32",
+        {"TOP": 8, "BK": 8, "BT": 1024, "SLOTS": 9, "PDL": True},
+        8,
+    ),
+    (
+        spread._add_up,
+        "*bf16 *i32 *i32 *fp32 i32 i32 i32 i32 i32",
+        {"TOP": 8, "BD": 2048, "PDL": True},
+        4,
+    ),
+    (spread._sum_placed, "*bf16 *i64 *fp32 i32", {"TOP": 8, "BD": 2048, "PDL": True}, 4),
 ]
 """Kernel, types of what it is given at run time, what it is compiled with, warps; all in the sizes of GLM-5.2."""
 

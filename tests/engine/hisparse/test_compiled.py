@@ -26,4 +26,8 @@ def test_the_kernels_compile_for_a_hopper_card_and_their_threads_wait_for_each_o
         ("_gather", []),
         ("_copy_blocks", []),
         ("_write_back", []),
+        ("_decide", []),
+        ("_assign", []),
+        ("_add_up", []),
+        ("_sum_placed", []),
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from glm52_operator import names
 from glm52_operator.desired.target import Object, Target
 from glm52_operator.plan.resolve import resolve
+from glm52_operator.reconcile.kinds import Kind
+from glm52_operator.reconcile.store import Key, Store
 
 IMAGE = "engine:test"
 UID = "00000000-0000-0000-0000-000000000001"
@@ -31,6 +34,14 @@ def target(name: str = "chat", **spec: Any) -> Target:
     found = resolve(resource(name, **spec), IMAGE)
     assert isinstance(found, Target), found
     return found
+
+
+def listed(store: Store, kind: Kind, namespace: str | None, objects: Iterable[Object], version: str) -> set[Key]:
+    """A list as the operator takes it in; the deployments concerned."""
+    with store.listing(kind, namespace) as listing:
+        for obj in objects:
+            listing.take(obj)
+        return listing.end(version)
 
 
 def pod(

@@ -14,7 +14,7 @@ from glm52_operator.reconcile.apply import AT_ONCE, SECRET_RECHECK_SECONDS, WAIT
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, NODE, POD, SECRET, Kind
 from glm52_operator.reconcile.nodes import FRESH_SECONDS, REFUSED_SECONDS
 from glm52_operator.reconcile.reconciler import ACTING, QUIET_ATTEMPTS, SETTLING, SOON, Result
-from tests.operator.builders import node, pod, resource, target
+from tests.operator.builders import listed, node, pod, resource, target
 from tests.operator.conftest import FakeClock
 from tests.operator.world import KEY, World, new_world
 
@@ -243,7 +243,7 @@ async def test_a_scale_waits_for_nothing_else(world: World) -> None:
 async def test_somebody_elses_object_is_left_alone_and_named(world: World) -> None:
     foreign = {"metadata": {"namespace": "ns", "name": "chat-router", "labels": {}}, "spec": {"theirs": True}}
     world.api.put(BY_KIND["Deployment"], foreign)
-    world.store.replace(DEPLOYMENT_RESOURCE, None, [world.api.find(names.KIND, "chat")], "1000")
+    listed(world.store, DEPLOYMENT_RESOURCE, None, [world.api.find(names.KIND, "chat")], "1000")
     assert (await world.reconciler.reconcile(KEY, 0)).again
     result = await world.reconciler.reconcile(KEY, 0)
     assert result.failed

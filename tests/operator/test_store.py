@@ -9,7 +9,7 @@ from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, POD
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.store import Store, owner_key
 from glm52_operator.reconcile.watch import handle
-from tests.operator.builders import resource
+from tests.operator.builders import listed, resource
 from tests.operator.conftest import FakeClock
 
 SERVICE = BY_KIND["Service"]
@@ -59,7 +59,7 @@ def test_the_last_state_of_a_pod_is_kept_in_whatever_order_its_news_come() -> No
     # One that never had a node, and what is no pod, leaves nothing to tell.
     store.remove(POD, seen(12, "new", node=""))
     store.remove(SERVICE, service(1))
-    store.replace(POD, None, [], "99")
+    listed(store, POD, None, [], "99")
     assert len(store.departed(KEY)) == 1
 
 
@@ -69,12 +69,35 @@ def test_a_list_takes_away_what_it_lacks_and_tells_whom_it_concerns() -> None:
     store.observe(SERVICE, service(5, name="same"))
     store.observe(SERVICE, service(50, name="newer than the list"))
     store.observe(SERVICE, service(5, name="elsewhere", namespace="other"))
-    assert store.replace(SERVICE, "ns", [service(5, name="same")], "20") == {KEY}
+    assert listed(store, SERVICE, "ns", [service(5, name="same")], "20") == {KEY}
     assert {o["metadata"]["name"] for o in store.owned(SERVICE, KEY)} == {"same", "newer than the list"}
     assert store.get(SERVICE, "other", "elsewhere") is not None
     assert (
-        store.replace(SERVICE, "ns", [service(5, name="same"), service(50, name="newer than the list")], "60") == set()
+        listed(store, SERVICE, "ns", [service(5, name="same"), service(50, name="newer than the list")], "60") == set()
     )
+
+
+def test_what_is_deleted_while_a_list_comes_does_not_return_by_one_of_its_pages() -> None:
+    """All pages are of one moment, and no event would take it away again."""
+    store = Store()
+    store.observe(SERVICE, service(5, uid="old"))
+    with store.listing(SERVICE, None) as listing:
+        store.remove(SERVICE, service(21, uid="old"))
+        listing.take(service(5, uid="old"))
+        assert store.get(SERVICE, "ns", "s") is None
+        store.observe(SERVICE, service(22, uid="new"))
+        listing.end("20")
+    assert store.get(SERVICE, "ns", "s") == service(22, uid="new")
+
+
+def test_a_list_that_breaks_off_takes_nothing_away() -> None:
+    store = Store()
+    store.observe(SERVICE, service(5, name="later page"))
+    with store.listing(SERVICE, None) as listing:
+        listing.take(service(7, name="first page"))
+    assert [obj["metadata"]["name"] for obj in store.owned(SERVICE, KEY)] == ["first page", "later page"]
+    assert listed(store, SERVICE, None, [], "20") == {KEY}
+    assert list(store.owned(SERVICE, KEY)) == []
 
 
 def test_children_are_found_by_label() -> None:

@@ -12,7 +12,7 @@ from glm52_operator.reconcile.events import Recorder
 from glm52_operator.reconcile.kinds import BY_KIND, DEPLOYMENT_RESOURCE, POD, WATCHED
 from glm52_operator.reconcile.reconciler import ACTING, Reconciler, Result
 from glm52_operator.reconcile.store import Store
-from tests.operator.builders import IMAGE, pod, resource
+from tests.operator.builders import IMAGE, listed, pod, resource
 from tests.operator.conftest import FakeClock
 from tests.operator.fake_api import FakeApi
 
@@ -39,7 +39,7 @@ class World:
 
     async def list_all(self) -> None:
         for kind in WATCHED:
-            self.store.replace(kind, None, *await self.api.list(kind, None))
+            listed(self.store, kind, None, *await self.api.list(kind, None))
         self.api.calls.clear()
 
     async def run(self, attempt: int = 0) -> Result:

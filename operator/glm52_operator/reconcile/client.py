@@ -107,10 +107,10 @@ class Api:
         *,
         labels: str | None = None,
         fields: str | None = None,
-        keep: Callable[[Object], Object] | None = None,
-    ) -> tuple[builtins.list[Object], str]:
-        """All objects and the resource version of the list; `keep` makes each smaller before the next page comes."""
-        items: builtins.list[Object] = []
+        keep: Callable[[Object], Any] | None = None,
+    ) -> tuple[builtins.list[Any], str]:
+        """All objects, of each what `keep` makes of it before the next page comes, and the list's resource version."""
+        items: builtins.list[Any] = []
         token: str | None = None
         while True:
             query = [("limit", str(PAGE))]
@@ -122,9 +122,12 @@ class Api:
                 # Members of a list come without these two.
                 item = {"apiVersion": kind.api_version, "kind": kind.kind, **item}
                 items.append(item if keep is None else keep(item))
-            token = page["metadata"].get("continue")
+            head = page["metadata"]
+            # Before the next page comes and is unpacked.
+            del page
+            token = head.get("continue")
             if not token:
-                return items, str(page["metadata"].get("resourceVersion", ""))
+                return items, str(head.get("resourceVersion", ""))
 
     async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
         query = [("fieldManager", names.MANAGER), ("fieldValidation", "Strict")]

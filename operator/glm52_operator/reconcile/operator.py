@@ -30,7 +30,7 @@ from glm52_operator.reconcile.listen import Listener, over_http
 from glm52_operator.reconcile.metrics import BROKEN, FAILED, SETTLED, WAITING, Metrics
 from glm52_operator.reconcile.queue import WorkQueue
 from glm52_operator.reconcile.reconciler import Reconciler, is_complete
-from glm52_operator.reconcile.store import Key, Store, slim
+from glm52_operator.reconcile.store import Key, Store
 from glm52_operator.settings import Settings
 
 log = logging.getLogger("glm52.operator")
@@ -77,6 +77,7 @@ class Operator:
         self._lacking: set[tuple[str, str]] = set()
         """What was told of missing permissions."""
         self._listing: dict[Kind, asyncio.Task[None]] = {}
+        self._one_list = asyncio.Lock()
         self.leadership = _leadership(settings, api, clock)
         api.may_write = self.leadership.is_held
         self._leading = asyncio.Event()
@@ -169,9 +170,11 @@ class Operator:
 
     async def _list_again(self, kind: Kind, seconds: float = RELIST_SECONDS) -> None:
         await asyncio.sleep(seconds)
-        del self._listing[kind]
         try:
-            concerned = await self._list(kind)
+            # One after the other: all kinds are due together after a start, and after an API server was away.
+            async with self._one_list:
+                del self._listing[kind]
+                concerned = await self._list(kind)
         except ApiError as error:
             log.error("%s", _explain(error))
             self._restarted(kind)
@@ -279,7 +282,7 @@ class Operator:
 
     async def _list_all(self) -> bool:
         try:
-            # One after the other: a list is many times larger while it is parsed than what is kept of it.
+            # One after the other: a page is many times larger while it is parsed than what is kept of it.
             for kind in WATCHED:
                 await self._list(kind)
         except ApiError as error:
@@ -294,8 +297,9 @@ class Operator:
         concerned: set[Key] = set()
         labels = None if kind is DEPLOYMENT_RESOURCE else MANAGED_SELECTOR
         for namespace in self.settings.scopes:
-            objects, version = await self.api.list(kind, namespace, labels=labels, keep=slim)
-            concerned |= self.store.replace(kind, namespace, objects, version)
+            with self.store.listing(kind, namespace) as listing:
+                _, version = await self.api.list(kind, namespace, labels=labels, keep=listing.take)
+                concerned |= listing.end(version)
         return concerned
 
 

@@ -1,14 +1,16 @@
 """What the operator knows of the cluster: filled by lists, kept fresh by watches and by the answers to its own writes.
 
 A watch can be silent for long, and a delete can fall between a broken watch and the next list; so every list replaces
-what it covers, and an answer to a write counts at once, before the watch brings the same object.
+what it covers, and an answer to a write counts at once, before the watch brings the same object. A list is taken in
+object by object: thousands of them, unpacked and at once, are more than all that is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from glm52_operator import names
@@ -53,6 +55,7 @@ class Store:
         self._objects: dict[Kind, dict[Key, _Kept]] = {}
         self._by_owner: dict[tuple[Kind, Key], set[Key]] = {}
         self._departed: dict[Key, deque[Object]] = {}
+        self._listings: dict[Kind, list[Listing]] = {}
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """The object, which is the caller's own."""
@@ -99,12 +102,23 @@ class Store:
         known = self._objects.get(kind, {}).get(key)
         if known is not None and known.uid == obj["metadata"].get("uid"):
             self._drop(kind, key)
+        for listing in self._listings.get(kind, ()):
+            listing.gone(obj)
         # Also where its successor was seen before: events of different objects come in any order.
         self._depart(kind, obj)
 
-    def replace(self, kind: Kind, namespace: str | None, objects: Iterable[Object], version: str) -> set[Key]:
-        """Take a list in: what it lacks is gone, unless newer than the list. Returns the deployments concerned."""
-        listed = {_key(obj): obj for obj in objects}
+    @contextlib.contextmanager
+    def listing(self, kind: Kind, namespace: str | None) -> Iterator[Listing]:
+        """For as long as a list comes; `namespace` None: it covers all."""
+        begun = Listing(self, kind, namespace)
+        self._listings.setdefault(kind, []).append(begun)
+        try:
+            yield begun
+        finally:
+            self._listings[kind].remove(begun)
+
+    def retain(self, kind: Kind, namespace: str | None, listed: Collection[Key], version: str) -> set[Key]:
+        """What a list lacks is gone, unless newer than the list. Returns the deployments concerned."""
         concerned: set[Key] = set()
         for key, known in list(self._objects.get(kind, {}).items()):
             in_scope = namespace is None or key[0] == namespace
@@ -112,10 +126,6 @@ class Store:
                 concerned |= {known.owner} if known.owner else set()
                 self._drop(kind, key)
                 self._depart(kind, known.unpack())
-        for obj in listed.values():
-            owner = owner_key(kind, obj)
-            if self.observe(kind, obj) and owner is not None:
-                concerned.add(owner)
         return concerned
 
     def departed(self, owner: Key) -> list[Object]:
@@ -151,6 +161,34 @@ class Store:
             members.discard(key)
             if not members:
                 del self._by_owner[kind, known.owner]
+
+
+class Listing:
+    """One list on its way into the store: what it shows counts at once, what it lacks only when all of it has come."""
+
+    def __init__(self, store: Store, kind: Kind, namespace: str | None) -> None:
+        self._store, self._kind, self._namespace = store, kind, namespace
+        self._listed: set[Key] = set()
+        self._gone: set[str | None] = set()
+        self._concerned: set[Key] = set()
+
+    def gone(self, obj: Object) -> None:
+        """Deleted since the list began. Its pages are all as old as the first: by a later one it would come back, and
+        no event would ever take it away again."""
+        self._gone.add(obj["metadata"].get("uid"))
+
+    def take(self, obj: Object) -> Key:
+        """One object of the list."""
+        key, owner = _key(obj), owner_key(self._kind, obj)
+        if obj["metadata"].get("uid") not in self._gone:
+            self._listed.add(key)
+            if self._store.observe(self._kind, obj) and owner is not None:
+                self._concerned.add(owner)
+        return key
+
+    def end(self, version: str) -> set[Key]:
+        """All of it has come, as of this resource version. Returns the deployments concerned."""
+        return self._concerned | self._store.retain(self._kind, self._namespace, self._listed, version)
 
 
 def slim(obj: Object) -> Object:

@@ -127,24 +127,24 @@ def compare(weights: DeviceWeights, rows: int, context: int, dtype: torch.dtype)
 
 @contextmanager
 def shared_layers(how: str) -> Iterator[None]:
-    """Steps captured within fetch for shared layers `beside` the compute, as always, `behind` it, or `not` at all."""
-    aside, gather = HotStep._aside, HotStep._gather
+    """Steps captured within fetch for shared layers `beside` the compute, as always, in its way (`behind`), or `not`."""
+    attended, gather = HotStep.attended, HotStep._gather
 
-    def inline(self: HotStep, work: Any) -> None:
-        work()
+    def none(self: HotStep, layer: int) -> None:
+        pass
 
     def own_only(self: HotStep, group: int, layer: int, *, beside: bool) -> None:
-        if not beside:
+        if layer == self._pool.groups[group].start:
             gather(self, group, layer, beside=beside)
 
-    if how == "behind":
-        HotStep._aside = inline  # type: ignore[assignment]
-    elif how == "not":
+    if how != "beside":
+        HotStep.attended = none  # type: ignore[method-assign]
+    if how == "not":
         HotStep._gather = own_only  # type: ignore[method-assign]
     try:
         yield
     finally:
-        HotStep._aside, HotStep._gather = aside, gather  # type: ignore[method-assign]
+        HotStep.attended, HotStep._gather = attended, gather  # type: ignore[method-assign]
 
 
 def hidden(rows: int = 32, context: int = 32_768) -> Iterator[dict[str, Any]]:

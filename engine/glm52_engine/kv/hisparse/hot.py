@@ -186,7 +186,8 @@ class HotStep:
     """A decode step's way through the hot buffers, for exactly `batch` rows. Every call only enqueues.
 
     A step calls `begin`, or `begin_whole` where the pool's contexts lie whole, then `fetch` for layer after layer, each
-    time when the layer's new rows are in their places (`newest`) and before its attention, then `end`.
+    time when the layer's new rows are in their places (`newest`) and before its attention, then `end`. `attended` behind
+    a layer's attention is what makes fetches overlap compute; without it each layer waits for its own rows.
     """
 
     def __init__(self, pool: HotPool, batch: int) -> None:
@@ -230,15 +231,23 @@ class HotStep:
         elif layer == layers.start:
             pool.form.resolve(pool.residency, group, self._seats, selected, self._own, self._active, plan)
             self._gather(group, layer, beside=False)
-            # Behind its own rows, which it waits for, come those of the shared layers, of each while the ones before
-            # it compute.
-            for shared in layers[1:]:
-                self._arrived[shared] = self._aside(partial(self._gather, group, shared, beside=True))
-        else:
+        elif layer in self._arrived:
             self._wait(self._arrived.pop(layer))
+        else:
+            self._gather(group, layer, beside=False)
         if layer == pool.groups[-1].stop - 1:
             self._written = self._aside(self._write_back)
         return selected if self._whole else plan.resident
+
+    def attended(self, layer: int) -> None:
+        """The layer's attention is enqueued: beside what follows it, the rows of the next shared layer come.
+
+        Not sooner: attention is one wave of programs that need a multiprocessor each, and those that fetch would be
+        taken from it, which doubles its time.
+        """
+        group = next(number for number, layers in enumerate(self._pool.groups) if layer in layers)
+        if not self._whole and layer + 1 in self._pool.groups[group]:
+            self._arrived[layer + 1] = self._aside(partial(self._gather, group, layer + 1, beside=True))
 
     def end(self) -> None:
         """What follows finds the new rows in host memory."""

@@ -31,6 +31,12 @@ if not torch.cuda.is_available():
         dtype, same_size = rounded[str(to)]
         return torch.from_numpy(x.copy()).to(dtype).view(same_size).numpy()
 
+    # It keeps bfloat16 as integers, and would multiply those.
+    def dot(builder, a, b, *rest, dot=interpreter.InterpreterBuilder.create_dot):
+        wide = [builder.cast_impl(x, interpreter.tl.float32) if str(x.dtype) == "bf16" else x for x in (a, b)]
+        return dot(builder, *wide, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = dot
     interpreter._convert_float = convert
     interpreter._patch_lang = patch_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -118,20 +118,23 @@ def sizes(gpu: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("active", "rows", "fp8"),
+    ("active", "rows", "of"),
     [
-        pytest.param((1,), 1, False, id="one rank"),
-        pytest.param((3, 2), 4, False, id="padding"),
-        pytest.param((3, 2), 4, True, id="fp8"),
-        pytest.param((0, 5, 0, 1), 8, False, id="ranks without rows"),
-        pytest.param((0, 0, 0, 1, 1, 1, 0), 1, True, id="a rank without experts"),
-        pytest.param((20, 33), 40, False, id="rows for several passes of an expert"),
+        pytest.param((1,), 1, "values", id="one rank"),
+        pytest.param((3, 2), 4, "values", id="padding"),
+        pytest.param((3, 2), 4, "fp8", id="fp8"),
+        pytest.param((3, 2), 4, "bfloat16", id="bfloat16"),
+        pytest.param((0, 5, 0, 1), 8, "values", id="ranks without rows"),
+        pytest.param((0, 0, 0, 1, 1, 1, 0), 1, "fp8", id="a rank without experts"),
+        pytest.param((20, 33), 40, "values", id="rows for several passes of an expert"),
     ],
 )
 def test_all_ranks_together_add_what_one_does(
-    device: str, dtype: torch.dtype, gpu: bool, active: Sequence[int], rows: int, fp8: bool
+    device: str, dtype: torch.dtype, gpu: bool, active: Sequence[int], rows: int, of: str
 ) -> None:
-    layer = Layer(device, dtype, fp8=fp8, **sizes(gpu))
+    if of == "bfloat16":
+        dtype = torch.bfloat16
+    layer = Layer(device, dtype, fp8=of == "fp8", **sizes(gpu))
     layer.bias[2] = -9.0  # nobody goes there
     x = torch.randn(len(active), rows, layer.dim, device=device).to(dtype)
     for rank, count in enumerate(active):
@@ -141,7 +144,9 @@ def test_all_ranks_together_add_what_one_does(
     for rank, count in enumerate(active):
         found = torch.stack([part[rank] for part in parts]).sum(0)
         if count:
-            close(found[:count], layer.plain(x[rank, :count]))
+            want = layer.plain(x[rank, :count])
+            error = (found[:count] - want).norm() / want.norm()
+            assert error < (1e-5 if dtype == torch.float32 else 1e-2)
         assert not found[count:].any(), "nobody computes padding, and nobody leaves what was in its place"
 
 
@@ -185,7 +190,7 @@ def test_decisions_are_those_of_a_rank_alone(device: str, dtype: torch.dtype, gp
     assert torch.equal(routed.counts, alone.counts)
     for expert, count in enumerate(alone.counts.tolist()):
         assert routed.members[expert, :count].tolist() == alone.members[expert, :count].tolist()
-    assert (routed.weights - alone.weights).abs().max() < 1e-6
+    assert torch.equal(routed.weights, alone.weights)
     experts = int(alone.busy[0])
     assert sorted(routed.busy[1 : 1 + experts].tolist()) == alone.busy[1 : 1 + experts].tolist()
     assert routed.busy[0] == experts

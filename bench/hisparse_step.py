@@ -127,7 +127,7 @@ def compare(weights: DeviceWeights, rows: int, context: int, dtype: torch.dtype)
 
 @contextmanager
 def shared_layers(how: str) -> Iterator[None]:
-    """Steps captured within fetch for shared layers `beside` the compute, as always, in its way (`behind`), or `not`."""
+    """Steps captured within fetch for shared layers `beside` the compute, as always, `behind` it, or `not` at all."""
     attended, gather = HotStep.attended, HotStep._gather
 
     def none(self: HotStep, layer: int) -> None:
@@ -147,9 +147,13 @@ def shared_layers(how: str) -> Iterator[None]:
         HotStep.attended, HotStep._gather = attended, gather  # type: ignore[method-assign]
 
 
-def hidden(rows: int = 32, context: int = 32_768) -> Iterator[dict[str, Any]]:
-    """Step times by what is done for shared layers, at each overlap of consecutive selections."""
-    spec = steered.spec()
+def hidden(dense: int, rows: int = 32, context: int = 32_768) -> Iterator[dict[str, Any]]:
+    """Step times by what is done for shared layers, at each overlap of consecutive selections.
+
+    `dense`: layers without experts, from the first one on. In front of shared layers the model has one full layer that
+    is dense, which computes for less than half as long as one with experts, and 18 of the other kind.
+    """
+    spec = steered.spec({"first_k_dense_replace": dense})
     tensors = shapes.random_tensors(spec, "cuda")
     steered.steer(spec, tensors)
     weights = device_weights(spec, tensors, "cuda")
@@ -184,11 +188,14 @@ def hidden(rows: int = 32, context: int = 32_768) -> Iterator[dict[str, Any]]:
         yield {
             "rows": rows,
             "context": context,
+            "dense": dense,
             "overlap": overlap,
             "missed_per_row": round(missed, 1),
             **{f"{how}_ms": round(time, 3) for how, time in times.items()},
             "hidden": round((times["behind"] - times["beside"]) / cost, 3),
         }
+    del steps, sparse, weights
+    torch.cuda.empty_cache()
     pinned.release()
 
 
@@ -206,9 +213,10 @@ def main() -> None:
             torch.cuda.empty_cache()
     del weights
     overlaps = []
-    for row in hidden():
-        overlaps.append(row)
-        print(row, flush=True)
+    for dense in (0, 1):
+        for row in hidden(dense):
+            overlaps.append(row)
+            print(row, flush=True)
     result = {
         "machine": {"gpu": torch.cuda.get_device_name()},
         "date": time.strftime("%Y-%m-%d"),
@@ -227,7 +235,7 @@ def main() -> None:
         ]
         + [
             reached(
-                f"shared layers' fetches hidden, {row['rows']} rows, overlap {row['overlap']}",
+                f"shared layers' fetches hidden, {row['rows']} rows, overlap {row['overlap']}, {row['dense']} dense",
                 row["hidden"],
                 "",
                 0.9,

@@ -15,6 +15,7 @@ import aiohttp
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER, Role
 from glm52_engine.lifecycle import trace
+from glm52_engine.route.frozen import Frozen
 from glm52_engine.route.pools import Pools
 from glm52_engine.serve.bodies import read
 from glm52_engine.serve.errors import KV_MISMATCH, RETRY_AFTER_SECONDS, ApiError, unavailable
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 SILENCE_SECONDS = 900.0
-"""A leg that says nothing for so long hangs; long prompts and full queues are slower than one thinks."""
+"""A leg that says nothing for so long hangs, though its pod answers what it is asked meanwhile; long prompts and full
+queues are slower than one thinks."""
 
 
 class Next(enum.Enum):
@@ -90,9 +92,10 @@ class PrefillAnswer:
 
 
 class Legs:
-    def __init__(self, session: aiohttp.ClientSession, pools: Pools, token: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, pools: Pools, token: str, frozen: Frozen) -> None:
         self._session = session
         self._pools = pools
+        self._frozen = frozen
         self._headers = {INTERNAL_TOKEN_HEADER: token}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -100,6 +103,10 @@ class Legs:
         """Prefill's answer; whatever is lost here can be repeated. `stay`: also of a pod that drains."""
         async with self._call("prefill", "prefill", url, call, call.encode(stay=stay)) as response:
             return await _prefilled(url, response)
+
+    def heard(self, url: str) -> None:
+        """A piece of an answer came from that pod."""
+        self._frozen.heard(url)
 
     async def ask(self, url: str, call: Call) -> bytes:
         """What a prefill pod answers to the client's own body, at the internal endpoint of the same name."""
@@ -123,7 +130,8 @@ class Legs:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
         attributes = {"glm52.call": call.id, "server.address": url}
-        with self._pools.busy(url), trace.step(f"{path} leg", attributes, "CLIENT") as span:
+        step = trace.step(f"{path} leg", attributes, "CLIENT")
+        with self._pools.busy(url), self._frozen.following(url) as cut, step as span:
             headers = {
                 **self._headers,
                 **trace.outgoing(),
@@ -132,9 +140,12 @@ class Legs:
             }
             try:
                 where = f"{url}/internal/v1/{path}"
-                response = await self._session.post(where, data=body, headers=headers, timeout=timeout)
+                async with cut.limit:
+                    response = await self._session.post(where, data=body, headers=headers, timeout=timeout)
+                cut.response = response
+                self._frozen.heard(url)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                failed = _unreachable(leg, url, error)
+                failed = _unreachable(leg, url, cut.cut_by or error)
                 span.answered(failed.error.status, failed.error.message)
                 raise failed from error
             del body  # A stream may last for minutes: only the client's own bytes are held for it.

@@ -46,6 +46,7 @@ class RouterMetrics:
         )
         self.retries = Counter("glm52_router_retries", "Legs that were tried again", registry=self._registry)
         self.aborted = Counter("glm52_router_aborted", "Requests whose client went away", registry=self._registry)
+        self.frozen = Counter("glm52_router_frozen", "Calls cut since their pod was frozen", registry=self._registry)
         self.first_byte = self._seconds(
             "time_to_first_byte", "From a request's arrival to the first byte of its answer"
         )

@@ -20,6 +20,7 @@ from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, n
 from glm52_engine.lifecycle.termination import last_line, leave
 from glm52_engine.route.app import Router
 from glm52_engine.route.discover import check_static, discover
+from glm52_engine.route.frozen import Frozen
 from glm52_engine.route.legs import Legs
 from glm52_engine.route.pools import Pools
 from glm52_engine.sizing import PROPAGATION_SECONDS
@@ -80,7 +81,8 @@ async def run_router(
     pools = Pools()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=1 << 20) as session:
-        legs = Legs(session, pools, token.sent)
+        frozen = Frozen(session, pools)
+        legs = Legs(session, pools, token.sent, frozen)
         router = Router(
             model=config.model.name,
             max_model_len=config.model.max_model_len,
@@ -90,6 +92,7 @@ async def run_router(
             legs=legs,
             wait_seconds=options.wait_seconds,
         )
+        frozen.on_cut = lambda url, calls: router.metrics.frozen.inc(calls)
         runner = web.AppRunner(
             router.app(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_SECONDS
         )
@@ -100,6 +103,7 @@ async def run_router(
         tasks = [
             asyncio.create_task(_discovery(options, config, session, pools, life, ended)),
             asyncio.create_task(_drained(life, terminated, config.drain.window_seconds, ended)),
+            asyncio.create_task(_watched(frozen, ended)),
         ]
         try:
             outcome, message = await ended
@@ -140,6 +144,14 @@ async def _discovery(
         _end(ended, Outcome.CONFIG_REFUSED, str(error))
     except Exception as error:
         log.error("discovery ended", exc_info=error)
+        _end(ended, Outcome.CRASHED, last_line(error))
+
+
+async def _watched(frozen: Frozen, ended: asyncio.Future[tuple[Outcome, str]]) -> None:
+    try:
+        await frozen.watch()
+    except Exception as error:
+        log.error("the watch over frozen pods ended", exc_info=error)
         _end(ended, Outcome.CRASHED, last_line(error))
 
 

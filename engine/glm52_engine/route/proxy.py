@@ -198,6 +198,7 @@ class Proxy:
                 return
             if not chunk:
                 return
+            self._legs.heard(url)
             await stream.write(chunk)
             exchange.sent(chunk)
 

@@ -27,16 +27,18 @@ async def build(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> Async
 
 
 class BadPod:
-    """Ready, and then does `handler` to every call."""
+    """Ready, and then does `handler` to every call, and `livez` when it is asked whether it lives."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, livez: Handler | None = None) -> None:
         self.calls: list[str] = []
         self.handler = handler
+        self.livez = livez or self._ready
         self.url = ""
 
     async def start(self) -> web.AppRunner:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/livez", self.livez)
         app.router.add_post("/internal/v1/{call:.*}", self._call)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -52,15 +54,15 @@ class BadPod:
         return await self.handler(request)
 
 
-Bad = Callable[[Handler], Awaitable[BadPod]]
+Bad = Callable[..., Awaitable[BadPod]]
 
 
 @pytest_asyncio.fixture
 async def bad() -> AsyncIterator[Bad]:
     runners: list[web.AppRunner] = []
 
-    async def make(handler: Handler) -> BadPod:
-        pod = BadPod(handler)
+    async def make(handler: Handler, livez: Handler | None = None) -> BadPod:
+        pod = BadPod(handler, livez)
         runners.append(await pod.start())
         return pod
 

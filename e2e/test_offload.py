@@ -1,4 +1,5 @@
-"""HiSparse on decode and the store of prefixes on prefill, in one deployment: examples/hisparse-and-store.yaml."""
+"""HiSparse on decode and the store of prefixes in one deployment, which is examples/hisparse-and-store.yaml; in the end
+decode has a part of the store, too."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import yaml
 
 from e2e.kube import Kubectl, Object, condition, total, until, wait_ready
 from e2e.manifests import deployment
+from e2e.reference import Reference
 from glm52_engine.sizing import GIB, MIB
 
 pytestmark = pytest.mark.cluster
@@ -27,6 +29,9 @@ HEAD = 5
 
 OWN = 10
 """Tokens behind them."""
+
+OUTPUT = 6
+"""Tokens of an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +51,12 @@ def prompt(head: int, own: int) -> list[int]:
     return [*drawn[0], *drawn[1]]
 
 
-def ask(kube: Kubectl, tokens: list[int]) -> list[int]:
+def ask(kube: Kubectl, tokens: list[int], answer: int = OUTPUT) -> list[int]:
     """Greedy token ids, through the router by the API server's proxy: it needs no port of its own."""
-    body = {"model": "glm-5.2", "prompt": tokens, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {"model": "glm-5.2", "prompt": tokens, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
     path = f"/api/v1/namespaces/{kube.namespace}/services/{NAME}-router:http/proxy/v1/completions"
-    answer = kube("create", "--raw", path, "-f", "-", input=json.dumps({**body, "return_token_ids": True}))
-    ids: list[int] = json.loads(answer.stdout)["choices"][0]["token_ids"]
+    told = kube("create", "--raw", path, "-f", "-", input=json.dumps({**body, "return_token_ids": True}))
+    ids: list[int] = json.loads(told.stdout)["choices"][0]["token_ids"]
     return ids
 
 
@@ -150,6 +155,35 @@ def test_a_killed_master_costs_computation_and_no_request(sparse: Kubectl) -> No
         assert now is not None
         assert now["metadata"]["uid"] == pod["metadata"]["uid"]
         assert [c["restartCount"] for c in now["status"]["containerStatuses"]] == [0]
+
+
+@pytest.mark.runbook("Share prefixes between prefill pods")
+def test_the_second_turn_of_a_conversation_finds_what_decode_has_saved(sparse: Kubectl, reference: Reference) -> None:
+    both = {"spec": {"kvCacheOffload": {"roles": ["prefill", "decode"]}}}
+    sparse("patch", "glm52", NAME, "--type=merge", "-p", json.dumps(both))
+    wait_ready(sparse, NAME, 600)
+    members = (*PREFILL, DECODE)
+    until("all pods have the store", lambda: all(counted(sparse, pod)["up"] for pod in members), timeout=60)
+    first, was = prompt(4, 1), sum(counted(sparse, pod)["saved"] for pod in members)
+    said = ask(sparse, first, 2 * BLOCK + OUTPUT)
+    # The last token was never an input.
+    whole = (len(first) + len(said) - 1) // BLOCK
+    # Either role may be the first with a block of the prompt.
+    until(
+        "the turn is in the store",
+        lambda: sum(counted(sparse, pod)["saved"] for pod in members) == was + whole,
+        timeout=60,
+        last=lambda: {pod: counted(sparse, pod) for pod in members},
+    )
+    assert counted(sparse, DECODE)["saved"] >= whole - HEAD
+    before = {pod: counted(sparse, pod) for pod in members}
+    second = [*first, *said, *prompt(5, 2)[-OWN:]]
+    assert ask(sparse, second) == reference.greedy(second, OUTPUT)
+    moved = {pod: {k: v - before[pod][k] for k, v in counted(sparse, pod).items()} for pod in members}
+    assert sum(moved[pod]["computed"] for pod in PREFILL) == len(second) - whole * BLOCK
+    # The pod that had the first turn has the prompt's blocks itself; the answer's nobody else than decode has computed.
+    assert sum(moved[pod]["fetched"] for pod in PREFILL) in (whole, whole - HEAD)
+    assert moved[DECODE]["fetched"] == moved[DECODE]["computed"] == 0
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_the_sum(kube: Kubectl) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from glm52_operator.reconcile.queue import Backoff, WorkQueue
+from glm52_operator.reconcile.queue import IN_A_ROW, Backoff, WorkQueue
 from tests.operator.conftest import FakeClock
 
 
@@ -16,7 +16,7 @@ def queue(clock: FakeClock) -> WorkQueue[str]:
 
 
 def waiting(queue: WorkQueue[str]) -> list[str]:
-    return list(queue._ready)
+    return queue.waiting()
 
 
 async def test_a_key_is_handed_out_once_however_often_it_is_added(queue: WorkQueue[str]) -> None:
@@ -158,3 +158,40 @@ async def test_a_forgotten_key_leaves_nothing_behind(queue: WorkQueue[str], cloc
     clock.advance(100)
     assert waiting(queue) == []
     assert queue.failures("a") == 0
+
+
+async def test_an_edit_does_not_wait_behind_what_is_only_looked_at(queue: WorkQueue[str]) -> None:
+    for number in range(2000):
+        queue.add(f"looked at {number}")
+    queue.add("edited", fresh=True)
+    # Also one that waits already.
+    queue.add("looked at 1500", fresh=True)
+    got = [await queue.get() for _ in range(4)]
+    assert got == ["edited", "looked at 1500", "looked at 0", "looked at 1"]
+    assert queue.depth() == 2001 - 4
+
+
+async def test_an_edit_during_a_pass_is_next(queue: WorkQueue[str]) -> None:
+    queue.add("a")
+    assert await queue.get() == "a"
+    for key in ("b", "c"):
+        queue.add(key)
+    queue.add("a", fresh=True)
+    queue.done("a")
+    assert await queue.get() == "a"
+
+
+async def test_edits_without_end_keep_nobody_from_its_turn(queue: WorkQueue[str], clock: FakeClock) -> None:
+    for key in ("b", "c"):
+        queue.add(key)
+    clock.advance(3)
+    got: list[str] = []
+    while not {"b", "c"} <= set(got):
+        for key in ("a", "z"):
+            queue.add(key, fresh=True)
+        assert queue.oldest_waiting() == 3
+        taken = await queue.get()
+        assert taken is not None
+        queue.done(taken)
+        got.append(taken)
+    assert [got.index("b"), got.index("c")] == [IN_A_ROW, 2 * IN_A_ROW + 1]

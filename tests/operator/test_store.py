@@ -106,16 +106,15 @@ def test_children_are_found_by_label() -> None:
     assert owner_key(DEPLOYMENT_RESOURCE, resource()) == KEY
 
 
-def test_events_reach_the_queue_once_per_news(clock: FakeClock) -> None:
+async def test_events_reach_the_queue_once_per_news(clock: FakeClock) -> None:
     store, queue = Store(), WorkQueue[Any](clock)
     handle(SERVICE, None, service(5), store, queue)
-    assert list(queue._ready) == [KEY]
-    queue._ready.clear()
-    queue._queued.clear()
+    assert await queue.get() == KEY
+    queue.done(KEY)
     handle(SERVICE, "MODIFIED", service(5), store, queue)
-    assert list(queue._ready) == []
+    assert queue.waiting() == []
     handle(SERVICE, "DELETED", service(5), store, queue)
-    assert list(queue._ready) == [KEY]
+    assert queue.waiting() == [KEY]
     assert store.get(SERVICE, "ns", "s") is None
 
 
@@ -123,7 +122,7 @@ def test_a_child_that_lost_its_labels_still_wakes_its_deployment(clock: FakeCloc
     store, queue = Store(), WorkQueue[Any](clock)
     store.observe(SERVICE, service(5))
     handle(SERVICE, "MODIFIED", service(6, labels={}), store, queue)
-    assert list(queue._ready) == [KEY]
+    assert queue.waiting() == [KEY]
 
 
 async def test_only_a_new_specification_skips_the_delay_of_a_failure(clock: FakeClock) -> None:
@@ -133,7 +132,7 @@ async def test_only_a_new_specification_skips_the_delay_of_a_failure(clock: Fake
         obj = resource(generation=generation)
         obj["metadata"]["resourceVersion"] = str(version)
         handle(DEPLOYMENT_RESOURCE, "MODIFIED", obj, store, queue)
-        return list(queue._ready)
+        return queue.waiting()
 
     assert update(1, 1) == [KEY]
     await queue.get()

@@ -2,6 +2,8 @@
 
 Events only say *that* something changed; what to do is decided from the newest state when the key's turn comes. So an
 event that arrives while its key is being worked on makes it run once more, and a hundred make it run once more, too.
+
+What somebody has just edited does not wait behind thousands that only have to be looked at, as after a start.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import Generic, TypeVar
 from glm52_operator.reconcile.clock import Clock, Timer
 
 K = TypeVar("K", bound=Hashable)
+
+IN_A_ROW = 7
+"""Urgent keys that go before the one that has waited longest among the others: these wait, and never for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class WorkQueue(Generic[K]):
         self._clock = clock
         self._backoff = backoff or Backoff()
         self._ready: deque[K] = deque()
+        self._urgent: deque[K] = deque()
+        self._in_a_row = 0
         self._queued: dict[K, float] = {}
         self._active: dict[K, float] = {}
         self._again: set[K] = set()
@@ -43,7 +50,10 @@ class WorkQueue(Generic[K]):
         self._closed = False
 
     def add(self, key: K, *, fresh: bool = False) -> None:
-        """Have the key worked on now; one that failed waits for its turn, unless `fresh` says the cause is gone."""
+        """Have the key worked on now; one that failed waits for its turn, unless `fresh` says the cause is gone.
+
+        A fresh one is urgent, too.
+        """
         if fresh:
             self._failures.pop(key, None)
         if key in self._active:
@@ -52,13 +62,13 @@ class WorkQueue(Generic[K]):
                 self._fresh.add(key)
         elif key not in self._failures:
             self._cancel_timer(key)
-            self._push(key)
+            self._push(key, urgent=fresh)
 
     async def get(self) -> K | None:
         """The next key, which then belongs to the caller until `done` or `failed`; None once the queue is closed."""
         while not self._closed:
-            if self._ready:
-                key = self._ready.popleft()
+            if self._queued:
+                key = self._next()
                 del self._queued[key]
                 self._active[key] = self._clock.now()
                 return key
@@ -95,11 +105,15 @@ class WorkQueue(Generic[K]):
 
     def depth(self) -> int:
         """Keys that wait for a worker."""
-        return len(self._ready)
+        return len(self._queued)
+
+    def waiting(self) -> list[K]:
+        """Them, each kind in its order, the urgent ones first."""
+        return [*self._urgent, *self._ready]
 
     def oldest_waiting(self) -> float:
         """Seconds that the first of them has waited; 0 when none does."""
-        return self._clock.now() - self._queued[self._ready[0]] if self._ready else 0.0
+        return self._clock.now() - min(self._queued.values()) if self._queued else 0.0
 
     def longest_active(self) -> float:
         """Seconds that the oldest running work has taken; 0 when idle."""
@@ -114,18 +128,28 @@ class WorkQueue(Generic[K]):
         self._timers.clear()
         self._wakeup.set()
 
-    def _push(self, key: K) -> None:
+    def _next(self) -> K:
+        urgent = bool(self._urgent) and (not self._ready or self._in_a_row < IN_A_ROW)
+        self._in_a_row = self._in_a_row + 1 if urgent else 0
+        return (self._urgent if urgent else self._ready).popleft()
+
+    def _push(self, key: K, *, urgent: bool) -> None:
         if key not in self._queued:
             self._queued[key] = self._clock.now()
-            self._ready.append(key)
-            self._wakeup.set()
+        elif urgent and key not in self._urgent:
+            self._ready.remove(key)
+        else:
+            return
+        (self._urgent if urgent else self._ready).append(key)
+        self._wakeup.set()
 
     def _release(self, key: K, delay: float | None) -> None:
         del self._active[key]
+        urgent = key in self._fresh
         self._fresh.discard(key)
         if key in self._again:
             self._again.discard(key)
-            self._push(key)
+            self._push(key, urgent=urgent)
         elif delay is not None and not self._closed:
             self._cancel_timer(key)
             self._timers[key] = self._clock.call_later(delay, lambda: self._due(key))
@@ -135,7 +159,7 @@ class WorkQueue(Generic[K]):
         if key in self._active:
             self._again.add(key)
         else:
-            self._push(key)
+            self._push(key, urgent=False)
 
     def _cancel_timer(self, key: K) -> None:
         timer = self._timers.pop(key, None)

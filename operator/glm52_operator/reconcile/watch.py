@@ -54,8 +54,9 @@ def settings() -> kopf.OperatorSettings:
     own.scanning.disabled = True
     # A stop waits that long for kopf to empty its queues; ours is emptied by itself.
     own.queueing.exit_timeout = 0.5
-    # A task and a queue for each object that changed lately; making them anew costs less than keeping thousands.
-    own.queueing.idle_timeout = 0.5
+    # A task and a queue for each object that changed lately, with what it was; making them anew costs less than keeping
+    # thousands, as many as a list brings in that time.
+    own.queueing.idle_timeout = 0.05
     own.networking.request_timeout = 30
     # The server ends each watch, and it goes on from there. One that does not end in time was cut silently: this is how
     # long it can go unnoticed. Bookmarks come once a minute, which is too seldom to tell.

@@ -2,6 +2,7 @@
 
     in:   {"start": KEY, "rank": R, "seat": S, "blocks": [...], "prompt": [...], "max_tokens": N}   {"abort": KEY, ...}
     out:  {"up": PHASES}   {"key": KEY, "token": ID, "finish": …, "ended": …}   {"failed": REASON}
+          {"ahead": [STEPS, …]}, at the end of its input, by rank
 
 It leaves with the exit code and the termination message of a serving pod.
 """
@@ -56,6 +57,7 @@ def main() -> int:
         except queue.Empty:
             continue
         if line is None:
+            say({"ahead": [counters.steps_ahead for counters in replica.books.counters]})
             replica.stop()
             return leave(Outcome.DRAINED, "decode", "asked to end")
         if "abort" in line:

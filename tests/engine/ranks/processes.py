@@ -120,24 +120,24 @@ class Replica:
         self.ports = [listener.getsockname()[1] for listener in self.listeners]
         self.processes: list[Process] = []
 
-    def start_host(self, index: int, *, config: Path | None = None) -> Process:
-        """Rank host `index`, from 1."""
-        args = ["-m", "glm52_engine.cli", "rank-host", "--role", "decode", "--hosts", str(self.hosts + 1)]
+    def start_host(self, index: int, *, config: Path | None = None, through: Sequence[str] = ()) -> Process:
+        """Rank host `index`, from 1. `through`: a module and its arguments, which runs the one that follows."""
+        args = ["-m", *through, "glm52_engine.cli", "rank-host", "--role", "decode", "--hosts", str(self.hosts + 1)]
         args += ["--host-index", str(index), "--config", str(config or self.config), "--token-file", str(self.token)]
         fd = self.listeners[index - 1].fileno()
         return self._add(Process(self.folder, f"host-{index}", [*args, "--listen-fd", str(fd)], fd, forked=self.forked))
 
-    def start_leader(self, *, config: Path | None = None) -> Process:
-        args = ["-m", "tests.engine.ranks.leader", "--config", str(config or self.config)]
+    def start_leader(self, *, config: Path | None = None, through: Sequence[str] = ()) -> Process:
+        args = ["-m", *through, "tests.engine.ranks.leader", "--config", str(config or self.config)]
         args += ["--token-file", str(self.token)]
         args += [arg for port in self.ports for arg in ("--rank-host", f"{LOOPBACK}:{port}")]
         return self._add(
             Process(self.folder, "leader", args + ["--launch-ahead"] * self.launch_ahead, forked=self.forked)
         )
 
-    def start(self) -> tuple[Process, list[Process]]:
-        hosts = [self.start_host(index + 1) for index in range(self.hosts)]
-        leader = self.start_leader()
+    def start(self, *, through: Sequence[str] = ()) -> tuple[Process, list[Process]]:
+        hosts = [self.start_host(index + 1, through=through) for index in range(self.hosts)]
+        leader = self.start_leader(through=through)
         leader.says("up")
         return leader, hosts
 

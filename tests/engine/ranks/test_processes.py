@@ -44,9 +44,11 @@ class Client:
         self.leader = leader
         self.asked: dict[str, tuple[list[int], int]] = {}
 
+    blocks_each = BLOCKS_EACH
+
     def start(self, key: str, rank: int, seat: int, prompt: list[int], most: int) -> None:
         self.asked[key] = prompt, most
-        blocks = [seat * BLOCKS_EACH + block for block in range(BLOCKS_EACH)]
+        blocks = [seat * self.blocks_each + block for block in range(self.blocks_each)]
         self.leader.tell(
             {"start": key, "rank": rank, "seat": seat, "blocks": blocks, "prompt": prompt, "max_tokens": most}
         )

@@ -1,0 +1,170 @@
+"""Replicas of real processes whose ranks run a GPU's code: the tokens of one rank, and an end with its reason.
+
+Steps are eager here, in Triton's interpreter. That graphs hold the collectives only GPUs can show: bench/experts.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm52_engine.checkpoint.architectures import tiny_config
+from glm52_engine.config import DrainConfig, EngineConfig, ModelConfig, Outcome, RoleConfig
+from glm52_engine.model import Span
+from glm52_engine.tokenizer import decodable_bound
+from tests.engine.checkpoint.support import random_tensors, write
+from tests.engine.model.support import Ours, prompt
+from tests.engine.ranks.processes import SEATS, Replica, replica
+from tests.engine.ranks.test_processes import Client, without_logits
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+BLOCK, BLOCKS_EACH = 4, 10
+RANKS_EACH = 2
+RANKS = 2 * RANKS_EACH
+MODEL = {
+    "num_hidden_layers": 3,
+    "indexer_types": ["full", "full", "shared"],
+    "index_skip_topk_offset": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "index_topk": 8,
+    "index_n_heads": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+}
+"""Six experts over four ranks: one, two, one, two."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config() | MODEL
+    made = write(tmp_path_factory.mktemp("device") / "m", config, random_tensors(config))
+    for file in tiny_checkpoint.iterdir():
+        if not (made / file.name).exists():
+            shutil.copy(file, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoint: Path) -> Ours:
+    return Ours(checkpoint)
+
+
+def through(**faults: Any) -> Sequence[str]:
+    return ("tests.engine.ranks.interpreted", json.dumps(faults))
+
+
+def on_device(made: Replica, checkpoint: Path, ranks: int = RANKS_EACH) -> Replica:
+    role = RoleConfig(ranks_per_host=ranks, host_pool_gib=1, max_num_seqs=SEATS)
+    config = EngineConfig(
+        model=ModelConfig(name="m", path=str(checkpoint), max_model_len=BLOCK * BLOCKS_EACH, weights_gib=1),
+        accelerator="nvidia",
+        prefill=role,
+        decode=role,
+        drain=DrainConfig(window_seconds=10),
+        block_size=BLOCK,
+    )
+    made.config.write_text(config.model_dump_json())
+    return made
+
+
+def expected(one_rank: Ours, ids: Sequence[int], most: int, bound: int) -> list[int]:
+    """Of ids below `bound`: random weights like those best that no tokenizer knows."""
+    tokens: list[int] = []
+    logits = one_rank.prefill(ids, chunk=len(ids))
+    for position in range(len(ids), len(ids) + most):
+        tokens.append(int(logits[:bound].argmax()))
+        logits = one_rank.step([Span(0, position, tokens[-1:], True)])[0]
+    return tokens
+
+
+class Requests(Client):
+    """Of a small model, and short."""
+
+    blocks_each = BLOCKS_EACH
+
+    def begin(self, key: str, rank: int, seat: int, length: int, most: int) -> str:
+        assert length + most <= BLOCK * BLOCKS_EACH
+        self.start(key, rank, seat, prompt(length, seed=rank), most)
+        return key
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_four_ranks_on_two_hosts_give_the_tokens_of_one(
+    tmp_path: Path, checkpoint: Path, one_rank: Ours, launch_ahead: bool
+) -> None:
+    """Prompts of several steps beside decodes, ranks without rows, more rows on one rank than the largest graph has;
+    some requests come while others run, one is aborted."""
+    with replica(tmp_path, checkpoint, ranks=RANKS_EACH, launch_ahead=launch_ahead, forked=True) as made:
+        on_device(made, checkpoint)
+        leader, (host,) = made.start(through=through(most_rows=2))
+        client = Requests(leader)
+        first = [client.begin("a", 0, 0, 13, 6), client.begin("b", 3, 1, 3, 9), client.begin("gone", 3, 0, 5, 30)]
+        leader.wait_until(lambda: all(client.tokens(key) for key in first), "answer all")
+        second = [client.begin("c", 3, 2, 9, 3), client.begin("d", 1, 0, 2, 4)]
+        leader.wait_until(lambda: client.tokens("c"), "answer the later one")
+        leader.tell({"abort": "gone", "rank": 3})
+        client.wait(*first, *second)
+        alone = client.begin("e", 2, 3, 1, 5)
+        client.wait(alone)
+        for key in (*first, *second, alone):
+            asked, most = client.asked[key]
+            whole = expected(one_rank, asked, most, decodable_bound(checkpoint))
+            tokens = client.tokens(key)
+            assert tokens == (whole[: len(tokens)] if key == "gone" else whole), key
+        assert len(client.tokens("gone")) < 30
+        assert leader.popen.stdin is not None
+        leader.popen.stdin.close()
+        assert all((steps > 3) == launch_ahead for steps in leader.says("ahead")["ahead"])
+        assert leader.gone() == 0
+        assert host.gone() == 0
+        assert host.last_words().outcome == Outcome.DRAINED
+
+
+def test_a_gpu_without_room_for_its_graphs_ends_all_hosts_with_what_it_holds(tmp_path: Path, checkpoint: Path) -> None:
+    """The other rank is in the collectives of a graph that this one does not capture."""
+    with replica(tmp_path, checkpoint, forked=True) as made:
+        on_device(made, checkpoint, ranks=1)
+        host = made.start_host(1, through=through(full=1))
+        leader = made.start_leader(through=through())
+        reason = leader.says("failed")["failed"]
+        assert f"rank host 127.0.0.1:{made.ports[0]} (rank 1): rank 1: the 80 GiB of its GPU do not hold" in reason
+        assert "graphs: 3.00 GiB more were asked for" in reason
+        for process in (leader, host):
+            assert process.gone() == 78
+            assert process.last_words().outcome == Outcome.CONFIG_REFUSED
+            assert "do not hold" in process.last_words().message
+
+
+def test_a_gpu_without_room_for_its_kv_is_told_before_the_ranks_meet(tmp_path: Path, checkpoint: Path) -> None:
+    with replica(tmp_path, checkpoint, forked=True) as made:
+        on_device(made, checkpoint, ranks=1)
+        host = made.start_host(1, through=through(free_gib=0))
+        leader = made.start_leader(through=through())
+        assert "host_pool_gib: found 1: the GPU of rank 1 keeps the same blocks" in leader.says("failed")["failed"]
+        assert host.gone() == 78
+        assert leader.gone() in (70, 78)
+
+
+@pytest.mark.parametrize("ill", [0, 1])
+def test_first_steps_without_logits_end_all_processes(tmp_path: Path, checkpoint: Path, ill: int) -> None:
+    """The other rank waits in the next step's collectives, whichever of them leads."""
+    with replica(tmp_path, checkpoint, forked=True) as made:
+        on_device(made, without_logits(checkpoint, tmp_path / "broken"), ranks=1)
+        broken = made.config.rename(tmp_path / "broken.json")
+        on_device(made, checkpoint, ranks=1)
+        host = made.start_host(1, config=broken if ill else None, through=through())
+        leader = made.start_leader(config=None if ill else broken, through=through())
+        reason = leader.says("failed")["failed"]
+        assert f"rank {ill}: RuntimeError: the first forward pass gave logits that are not finite" in reason
+        for process in (leader, host):
+            assert process.gone() == 70
+            assert "not finite" in process.last_words().message

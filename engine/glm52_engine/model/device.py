@@ -146,9 +146,10 @@ class DecodeStep:
 
     def __init__(
         self, weights: DeviceWeights, pool: DevicePool | SparsePool, *, batch: int, longest: int, vocab_bound: int,
-        exchange: Exchange | None = None,
+        exchange: Exchange | None = None, larger: DecodeStep | None = None,
     ) -> None:  # fmt: skip
-        """`exchange`: the routed experts are spread over ranks, all of which run a step of this batch together.
+        """`exchange`: the routed experts are spread over ranks, all of which run a step of this batch together. What
+        that takes of memory is shared with `larger`: a step of at least as many rows, never under way with this one.
 
         Raises ValueError where the weights are those of other experts than that needs.
         """
@@ -212,7 +213,8 @@ class DecodeStep:
         self._head = empty(linear_kernels.splits_for(vocab, batch), batch, vocab, of=torch.float32)
         self._dense = moe.Routed.everything(batch, device)
         spread = exchange if any(layer.gate is not None for layer in weights.layers) else None
-        self._spread = None if spread is None else SpreadStep(weights, batch, spread)
+        work = None if larger is None else larger._spread
+        self._spread: SpreadStep | None = None if spread is None else SpreadStep(weights, batch, spread, work)
         self._routed: moe.Routed = (
             moe.Routed(batch, spec.n_routed_experts, spec.num_experts_per_tok, device)
             if self._spread is None

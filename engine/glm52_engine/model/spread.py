@@ -6,6 +6,7 @@ either side of a near-tie; and both add what comes back in the order of the rank
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,15 @@ _RANK_ROWS, _ALL_ROWS = 2048, 16384
 
 
 class SpreadStep:
-    """Of a decode step of `batch` rows a rank: the work buffers that all its layers use, and what they do with them."""
+    """Of a decode step of `batch` rows a rank: the work buffers that all its layers use, and what they do with them.
 
-    def __init__(self, weights: DeviceWeights, batch: int, exchange: Exchange) -> None:
+    Any row may choose nothing but experts of one rank, so many rows on many ranks take hundreds of megabytes. Buffers
+    of `larger`, a step of at least as many rows that never runs at the same time, serve this one too.
+    """
+
+    def __init__(
+        self, weights: DeviceWeights, batch: int, exchange: Exchange, larger: SpreadStep | None = None
+    ) -> None:
         spec, device, dtype = weights.spec, weights.embed.device, weights.embed.dtype
         dim, top, world = spec.hidden_size, spec.num_experts_per_tok, exchange.world
         self._spec, self._exchange = spec, exchange
@@ -37,10 +44,17 @@ class SpreadStep:
         self._everyone = Travelling(world, batch, dim, top, dtype=dtype, device=device)
         inner = next(layer.down.weight.shape[2] for layer in weights.layers if layer.gate is not None)
         slots = self.routed.slots
-        self._gated = torch.empty(world * batch, slots, inner, dtype=dtype, device=device)
-        self._shares = torch.empty(world * batch, slots, dim, dtype=dtype, device=device)
-        self._parts = torch.empty(world, batch, dim, dtype=torch.float32, device=device)
-        self._back = torch.empty_like(self._parts)
+
+        def work(name: str, *shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+            if larger is None:
+                return torch.empty(shape, dtype=of, device=device)
+            taken: torch.Tensor = getattr(larger, name)
+            return taken.flatten()[: math.prod(shape)].view(shape)
+
+        self._gated = work("_gated", world * batch, slots, inner)
+        self._shares = work("_shares", world * batch, slots, dim)
+        self._parts = work("_parts", world, batch, dim, of=torch.float32)
+        self._back = work("_back", world, batch, dim, of=torch.float32)
 
     def run(self, layer: LayerWeights, normed: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """What each rank adds to the own rows, float32 [world, batch, hidden]; rows at or behind `active`: 0."""

@@ -196,14 +196,37 @@ def test_decisions_are_those_of_a_rank_alone(device: str, dtype: torch.dtype, gp
     assert routed.busy[0] == experts
 
 
+def test_more_rows_than_a_program_takes_at_a_time(device: str) -> None:
+    world, rows, top, experts = 3, 400, 2, 7
+    everyone = Travelling(world, rows, 8, top, dtype=torch.float32, device=device)
+    chosen = torch.rand(world * rows, experts, device=device).topk(top).indices.int()
+    real = torch.arange(world * rows, device=device) % rows < 390
+    everyone.experts[:] = torch.where(real[:, None], chosen, -1)
+    everyone.weights.normal_()
+    held = range(2, 5)
+    routed = spread.Routed(rows, held, experts, top, rank=1, world=world, device=device)
+    spread.assign(everyone, torch.full((), 390, dtype=torch.int32, device=device), routed)
+    for place, expert in enumerate(held):
+        row, slot = (everyone.experts == expert).nonzero(as_tuple=True)
+        count = int(routed.counts[place])
+        assert routed.members[place, :count].tolist() == (row * (top + 1) + slot).tolist()
+        assert torch.equal(routed.weights[row, slot], everyone.weights[row, slot])
+    assert routed.members[3, : int(routed.counts[3])].tolist() == [row * 3 + 2 for row in range(400, 790)]
+    assert torch.equal(routed.weights[400:790, 2], torch.ones(390, device=device))
+    assert sorted(routed.busy[1 : 1 + int(routed.busy[0])].tolist()) == [0, 1, 2, 3]
+
+
 def test_a_row_that_is_no_number_harms_no_other(device: str, dtype: torch.dtype, gpu: bool) -> None:
-    layer = Layer(device, dtype, fp8=False, **sizes(gpu))
+    layer = Layer(device, dtype, fp8=False, **sizes(gpu) | {"top": 4})
     x = torch.randn(2, 3, layer.dim, device=device).to(dtype)
     x[0, 1, 5] = torch.nan
     replica = Replica(layer, x, [3, 3])
-    # As a card may have it: the same expert twice.
+    # As a card may have it: one expert for all slots.
     replica.everyone.experts[1] = 1
     found = torch.stack([replica.part(rank) for rank in range(2)]).sum(0)
+    first = replica.routed[0]
+    went = first.members[1, : int(first.counts[1])] // first.slots
+    assert went.tolist() == (replica.everyone.experts == 1).any(1).nonzero().flatten().tolist()
     assert found[0, 1].isnan().all()
     for rank, row in [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)]:
         close(found[rank, row], layer.plain(x[rank, row : row + 1])[0])

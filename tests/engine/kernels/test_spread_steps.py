@@ -84,8 +84,13 @@ class Decode:
             )  # fmt: skip
             host.tensor.copy_(kv(layout))
         self.pool = pool
+        larger: DecodeStep | None = None
         with poisoned():
-            self.step = DecodeStep(weights, pool, batch=batch, longest=LONGEST, vocab_bound=290, exchange=exchange)
+            if exchange is not None:
+                larger = DecodeStep(weights, pool, batch=batch + 3, longest=LONGEST, vocab_bound=290, exchange=exchange)
+            self.step = DecodeStep(
+                weights, pool, batch=batch, longest=LONGEST, vocab_bound=290, exchange=exchange, larger=larger
+            )
         step = self.step
         step.active.fill_(self.rows)
         step.tokens.fill_(NOBODY)
@@ -144,6 +149,7 @@ def test_decode_steps_of_ranks_are_those_of_one(
     layers = sum(map(spec.is_moe, range(spec.num_hidden_layers)))
     assert all(calls == together.calls[0] for calls in together.calls)
     assert [name for name, _ in together.calls[0]] == ["gather", "swap"] * layers * STEPS
+    assert together.sent == [len(part) * layers * STEPS for part in dealt]
 
 
 def chunk(ids: Sequence[int], blocks: Sequence[int], start: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -196,6 +202,7 @@ def test_a_pass_of_ranks_over_prompts_is_that_of_one(
         assert logits.argmax(1).tolist() == want.argmax(1).tolist()
         assert (written - expected).abs().max() < TOLERANCE
     assert all(calls == together.calls[0] for calls in together.calls)
+    assert together.sent == [count * sum(map(spec.is_moe, range(spec.num_hidden_layers))) for count in counts]
 
 
 def test_a_bucket_below_the_rows_is_refused(checkpoint: Path) -> None:

@@ -40,6 +40,8 @@ class Together:
         self._meeting = threading.Barrier(world, timeout=SECONDS)
         self._brought: list[torch.Tensor] = [torch.empty(0)] * world
         self.calls: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(world)]
+        self.sent = [0] * world
+        """Rows of each rank that chose anybody."""
 
     def each(self, work: Callable[[Rank], T]) -> list[T]:
         """`work(rank's exchange)` on all ranks at once."""
@@ -76,8 +78,9 @@ class Together:
         finally:
             self._turn.acquire()
 
-    def poison(self, rows: torch.Tensor) -> torch.Tensor:
+    def poison(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
         nobody = (rows.view(torch.int32)[:, self._dim : self._dim + self._top] == -1).all(1)
+        self.sent[rank] += int((~nobody).sum())
         return torch.where(nobody[:, None], 0xFF, rows)
 
 
@@ -90,7 +93,7 @@ class Rank:
     def gather(self, own: torch.Tensor, everyone: torch.Tensor) -> None:
         assert own.is_contiguous()
         assert everyone.is_contiguous()
-        found = self._together.meet(self.rank, "gather", self._together.poison(own))
+        found = self._together.meet(self.rank, "gather", self._together.poison(self.rank, own))
         everyone.copy_(torch.stack(found))
 
     def swap(self, parts: torch.Tensor, back: torch.Tensor) -> None:

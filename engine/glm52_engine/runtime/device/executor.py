@@ -86,19 +86,20 @@ class DeviceExecutor:
                 )  # fmt: skip
             self._counted = self._kv if isinstance(self._kv, SparsePool) else None
             self._tables = torch.zeros(seats, blocks_per_seat, dtype=torch.int32, device=self._device)
-            self._buckets = {
-                size: Bucket(
-                    DecodeStep(
-                        weights,
-                        self._kv,
-                        batch=size,
-                        longest=blocks_per_seat * block,
-                        vocab_bound=vocab_bound,
-                        exchange=exchange,
-                    )
+            self._buckets: dict[int, Bucket] = {}
+            step: DecodeStep | None = None
+            for size in reversed(bucket_sizes(seats)):
+                step = DecodeStep(
+                    weights,
+                    self._kv,
+                    batch=size,
+                    longest=blocks_per_seat * block,
+                    vocab_bound=vocab_bound,
+                    exchange=exchange,
+                    larger=step,
                 )
-                for size in bucket_sizes(seats)
-            }
+                # In ascending order: a step takes the first that its rows fit.
+                self._buckets = {size: Bucket(step), **self._buckets}
         self._blocks: list[tuple[int, ...]] = [()] * seats
         self._loaded: _Rows | None = None
         self._expected: _Rows | None = None

@@ -123,7 +123,10 @@ class TorchCollectives:
         if group is None:
             raise CollectiveError(f"rank {self.rank} has left the replica's process group")
         try:
-            getattr(group, name)(*tensors).wait()
+            work = getattr(group, name)(*tensors)
+            # None where the collective is on the caller's stream already.
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise CollectiveError(f"rank {self.rank}: a collective failed: {_line(error)}") from error
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from glm52_engine.checkpoint.architectures import tiny_config
-from glm52_engine.config import DrainConfig, EngineConfig, ModelConfig, Outcome, RoleConfig
+from glm52_engine.config import DrainConfig, EngineConfig, HiSparseConfig, ModelConfig, Outcome, RoleConfig
 from glm52_engine.model import Span
 from glm52_engine.tokenizer import decodable_bound
 from tests.engine.checkpoint.support import random_tensors, write
 from tests.engine.model.support import Ours, prompt
-from tests.engine.ranks.processes import SEATS, Replica, replica
+from tests.engine.ranks import test_serving
+from tests.engine.ranks.processes import LOOPBACK, SEATS, Replica, replica
 from tests.engine.ranks.test_processes import Client, without_logits
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -64,15 +68,7 @@ def through(**faults: Any) -> Sequence[str]:
 
 def on_device(made: Replica, checkpoint: Path, ranks: int = RANKS_EACH) -> Replica:
     role = RoleConfig(ranks_per_host=ranks, host_pool_gib=1, max_num_seqs=SEATS)
-    config = EngineConfig(
-        model=ModelConfig(name="m", path=str(checkpoint), max_model_len=BLOCK * BLOCKS_EACH, weights_gib=1),
-        accelerator="nvidia",
-        prefill=role,
-        decode=role,
-        drain=DrainConfig(window_seconds=10),
-        block_size=BLOCK,
-    )
-    made.config.write_text(config.model_dump_json())
+    made.config.write_text(config_of(checkpoint, role, role).model_dump_json())
     return made
 
 
@@ -84,6 +80,17 @@ def expected(one_rank: Ours, ids: Sequence[int], most: int, bound: int) -> list[
         tokens.append(int(logits[:bound].argmax()))
         logits = one_rank.step([Span(0, position, tokens[-1:], True)])[0]
     return tokens
+
+
+def config_of(checkpoint: Path, prefill: RoleConfig, decode: RoleConfig) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(name="m", path=str(checkpoint), max_model_len=BLOCK * BLOCKS_EACH, weights_gib=1),
+        accelerator="nvidia",
+        prefill=prefill,
+        decode=decode,
+        drain=DrainConfig(window_seconds=10),
+        block_size=BLOCK,
+    )
 
 
 class Requests(Client):
@@ -168,3 +175,61 @@ def test_first_steps_without_logits_end_all_processes(tmp_path: Path, checkpoint
         for process in (leader, host):
             assert process.gone() == 70
             assert "not finite" in process.last_words().message
+
+
+class Deployment(test_serving.Deployment):
+    """Prefill in one pod with two ranks; decode on two hosts with one rank each, whose hot buffers have two rows more
+    than a step reads of a request."""
+
+    through = through()
+
+    def start(self) -> None:
+        common: dict[str, Any] = {"host_pool_gib": 1, "max_num_seqs": SEATS}
+        hot = HiSparseConfig(mode="always", device_buffer_size=MODEL["index_topk"] + 2)
+        config = config_of(
+            self.checkpoint,
+            RoleConfig(ranks_per_host=2, **common),
+            RoleConfig(ranks_per_host=1, hi_sparse=hot, **common),
+        )
+        (self.folder / "config.json").write_text(config.model_dump_json())
+        self._start("decode-1", "rank-host", "--role", "decode", "--hosts", "2", "--host-index", "1")
+        self._serve("decode-0", "serve", "--role", "decode", "--rank-host", f"{LOOPBACK}:{self.ports['decode-1']}")
+        self._serve("prefill-0", "serve", "--role", "prefill")
+        self._serve("router", "router", "--prefill-url", self.url("prefill-0"), "--decode-url", self.url("decode-0"))
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "m"
+
+
+def test_prefill_on_the_ranks_of_one_pod_and_decode_with_hot_buffers_on_those_of_two(
+    tmp_path: Path, checkpoint: Path, one_rank: Ours
+) -> None:
+    """Whole pods behind a router, and KV that crosses between them; all ends in order."""
+    shutil.copytree(checkpoint, tmp_path / "m")
+    bound = decodable_bound(checkpoint)
+    wanted = {}
+    for seed in range(20):
+        ids = prompt(5 + seed, seed=seed)
+        said = expected(one_rank, ids, 6, bound)
+        if max(said) < 256 and len(wanted) < 4:  # ids of bytes: the others are no text
+            wanted[tuple(ids)] = bytes(said).decode(errors="replace")
+    made = Deployment(tmp_path, checkpoint)
+    try:
+        made.start()
+        made.wait_until_ready()
+        client = openai.OpenAI(base_url=f"{made.url('router')}/v1", api_key="none", max_retries=0, timeout=240)
+
+        def said_of(ids: tuple[int, ...]) -> str:
+            answer = client.completions.create(model="m", prompt=list(ids), max_tokens=6, temperature=0)
+            return answer.choices[0].text
+
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            assert dict(zip(wanted, pool.map(said_of, wanted), strict=True)) == wanted
+        for name in ("prefill-0", "decode-0"):
+            made.processes[name].popen.send_signal(signal.SIGTERM)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            assert made.processes[name].gone(30) == 0
+            assert made.processes[name].last_words().outcome == Outcome.DRAINED
+    finally:
+        made.end()

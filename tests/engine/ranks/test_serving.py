@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ TOKENS = 12
 
 class Deployment:
     """Prefill and decode, a leader and a rank host each with one rank a host, and a router."""
+
+    through: Sequence[str] = ()
+    """A module and its arguments, which runs the command of an engine."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder = folder
@@ -94,7 +97,8 @@ class Deployment:
         listener = listener or bind(LOOPBACK, 0)
         self.ports[name] = listener.getsockname()[1]
         common = ["--config", str(self.folder / "config.json"), "--token-file", str(self.folder / "token")]
-        command = ["-m", "glm52_engine.cli", *args, *common, "--listen-fd", str(listener.fileno())]
+        through = () if args[0] == "router" else self.through
+        command = ["-m", *through, "glm52_engine.cli", *args, *common, "--listen-fd", str(listener.fileno())]
         self.processes[name] = Process(self.folder, name, command, listener.fileno())
         listener.close()
 

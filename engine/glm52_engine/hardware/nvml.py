@@ -44,18 +44,19 @@ def read_inventory(nvml: Any, sysfs: Path = Path("/sys")) -> list[Gpu]:
     return gpus
 
 
-def watch_gpus(ranks: int, on_verdict: Callable[[Verdict], None]) -> HealthWatch | None:
-    """Logs which GPU each rank of this pod has, and watches them. None where NVML is not to be had: a container may be
-    given its GPUs without it (NVIDIA_DRIVER_CAPABILITIES without `utility`), and computes all the same."""
+def watch_gpus(ranks: int, on_verdict: Callable[[Verdict], None], *, first_rank: int = 0) -> HealthWatch | None:
+    """Logs which GPU each rank of this pod has, and watches them; ranks are numbered from `first_rank` on. None where
+    NVML is not to be had: a container may be given its GPUs without it (NVIDIA_DRIVER_CAPABILITIES without `utility`),
+    and computes all the same."""
     try:
         nvml = open_nvml()
         gpus = for_ranks(visible(read_inventory(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")), ranks)
     except ConfigError as error:
         log.warning("the health of the GPUs is not watched", extra={"reason": str(error)})
         return None
-    for rank, gpu in enumerate(gpus):
+    for rank, gpu in enumerate(gpus, start=first_rank):
         log.info(describe(gpu, rank))
-    watch = HealthWatch(nvml, gpus, 0, on_verdict)
+    watch = HealthWatch(nvml, gpus, first_rank, on_verdict)
     watch.start()
     return watch
 

@@ -62,7 +62,8 @@ class Ready:
 class Session:
     """`run` ends by raising: Ended, LinkLost, ProtocolError, or what failed here, which the leader has been told.
 
-    `leaving` is set once this host was asked to end: the leader then drains the replica.
+    `leaving` is set once this host was asked to end: the leader then drains the replica. `ill` ends by raising what is
+    wrong with this host, whatever it does.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class Session:
         world: int,
         phases: Phases,
         leaving: asyncio.Event,
+        ill: asyncio.Task[None],
     ) -> None:
         self.joined = False
         """From here on only the end of the process frees what the ranks hold."""
         self._link, self._loading, self._span, self._world, self._phases = link, loading, span, world, phases
-        self._leaving = leaving
+        self._leaving, self._ill = leaving, ill
         self._orders: asyncio.Queue[Join | Order] = asyncio.Queue()
         self._agent: HostAgent | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -183,7 +185,7 @@ class Session:
 
     async def _unless_ended(self, work: Awaitable[T]) -> T:
         assert self._watch is not None
-        return await unless(work, [self._watch])
+        return await unless(work, [self._watch, self._ill])
 
     async def _tell(self, message: Message) -> None:
         try:

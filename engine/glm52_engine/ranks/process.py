@@ -17,6 +17,8 @@ import socket
 from dataclasses import dataclass
 
 from glm52_engine.config import ConfigError, EngineConfig, KvTransferConfig, Outcome, Role, read_engine_config
+from glm52_engine.hardware.health import Verdict
+from glm52_engine.hardware.nvml import watch_gpus
 from glm52_engine.lifecycle import logs
 from glm52_engine.lifecycle.hold import given_hold, wait_for_turn
 from glm52_engine.lifecycle.leftovers import is_first_process, sweep
@@ -24,7 +26,7 @@ from glm52_engine.lifecycle.phases import Phase, Phases
 from glm52_engine.lifecycle.start import InternalToken, bind, install_signals, read_token, take
 from glm52_engine.lifecycle.termination import last_line, leave, tell_native_end
 from glm52_engine.lifecycle.threads import in_thread
-from glm52_engine.ranks.crew import RankFailed
+from glm52_engine.ranks.crew import Crew, RankFailed
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.health import probes
 from glm52_engine.ranks.host import Ended, Ready, Session
@@ -33,6 +35,7 @@ from glm52_engine.ranks.link import LinkLost
 from glm52_engine.ranks.load import load_host, read_terms
 from glm52_engine.ranks.reception import Reception
 from glm52_engine.ranks.spans import RankSpan
+from glm52_engine.sizing import unpin_seconds
 from glm52_engine.transfer.devices import chosen_devices
 
 log = logging.getLogger(__name__)
@@ -94,6 +97,10 @@ def rank_host(options: RankHostOptions) -> int:
     return leave(end.outcome, options.role, end.message, rank=end.rank, consequence=end.consequence)
 
 
+class GpuFailed(Exception):
+    """A GPU of this host can no longer be trusted; the text is the verdict's."""
+
+
 class HostProcess:
     def __init__(
         self, options: RankHostOptions, config: EngineConfig, token: InternalToken, listener: socket.socket
@@ -104,6 +111,9 @@ class HostProcess:
         self._span = RankSpan("this host", ranks * options.index, ranks)
         self._terminated = asyncio.Event()
         self._session: Session | None = None
+        self._crew: Crew | None = None
+        self._verdict: Verdict | None = None
+        self._judged_ill = asyncio.Event()
         self._held = False
 
     async def run(self) -> End:
@@ -131,7 +141,9 @@ class HostProcess:
                         phases=lambda: phases.done,
                     )
                 )
-            return await self._serve(reception, loading, phases)
+            end = await self._serve(reception, loading, phases)
+            await self._let_go(loading)
+            return end
 
     def _on_hold(self, phase: str) -> None:
         # The budget of the startup probe is for starting.
@@ -143,14 +155,15 @@ class HostProcess:
 
     async def _serve(self, reception: Reception, loading: asyncio.Task[Ready], phases: Phases) -> End:
         term = asyncio.create_task(self._terminated.wait())
+        ill = asyncio.create_task(self._illness())
         while True:
             leader = asyncio.create_task(reception.leader())
             failed = asyncio.create_task(_failure(loading))
-            await asyncio.wait({leader, term, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({leader, term, failed, ill}, return_when=asyncio.FIRST_COMPLETED)
             failed.cancel()
             if leader.done():
                 world = sum(self._counts)
-                session = Session(leader.result(), loading, self._span, world, phases, self._terminated)
+                session = Session(leader.result(), loading, self._span, world, phases, self._terminated, ill)
                 end = await self._with_leader(session)
                 if end is not None:
                     return end
@@ -159,6 +172,9 @@ class HostProcess:
             leader.cancel()
             if term.done():
                 return End(Outcome.DRAINED, "asked to end while no leader was here")
+            if ill.done():
+                error = ill.exception()
+                return End(Outcome.CRASHED, str(error), getattr(error, "rank", None))
             return await self._refused(reception, loading, term)
 
     async def _with_leader(self, session: Session) -> End | None:
@@ -186,7 +202,7 @@ class HostProcess:
             log.error("the session failed", exc_info=error)
             return End(Outcome.CRASHED, last_line(error))
         finally:
-            self._session = None
+            self._session, self._crew = None, session.crew
 
     async def _refused(self, reception: Reception, loading: asyncio.Task[Ready], term: asyncio.Task[bool]) -> End:
         """The load failed before a leader came: the next one is told why, within LINGER_SECONDS."""
@@ -212,11 +228,52 @@ class HostProcess:
             agent = HostAgent(parts.pools, self._span, devices)
             with phases.phase("registering the KV pools for transfer"):
                 await in_thread(agent.start)
+            if self.config.accelerator == "nvidia":
+                await self._watch_gpus()
             return Ready(parts, agent)
         except Exception as error:
             if not reception.terms.done():
                 reception.refuse(str(error))
             raise
+
+    async def _watch_gpus(self) -> None:
+        loop, span = asyncio.get_running_loop(), self._span
+
+        def told(verdict: Verdict) -> None:
+            loop.call_soon_threadsafe(self._judged, verdict)
+
+        await in_thread(lambda: watch_gpus(span.rank_count, told, first_rank=span.first_rank))
+
+    def _judged(self, verdict: Verdict) -> None:
+        if not verdict.fatal:
+            log.warning("a GPU is not well: %s", verdict.text)
+        elif self._verdict is None:
+            log.error("a GPU failed: %s", verdict.text)
+            self._verdict = verdict
+            self._judged_ill.set()
+
+    async def _illness(self) -> None:
+        """Ends by raising, when a GPU of this host can no longer be trusted: its next answer may be wrong."""
+        await self._judged_ill.wait()
+        assert self._verdict is not None
+        raise RankFailed(self._verdict.rank, GpuFailed(self._verdict.text))
+
+    async def _let_go(self, loading: asyncio.Task[Ready]) -> None:
+        """Unpins the pools, which the kernel would do for a process that ends, deaf to every signal."""
+        if self.config.accelerator == "cpu" or not loading.done() or loading.exception() is not None:
+            return
+        ready, crew = loading.result(), self._crew
+        limit = unpin_seconds(self.config.role(self.options.role)) + 5.0
+
+        def close() -> None:
+            ready.agent.close()  # first: a peer must never read memory that is no longer ours
+            if crew is None or crew.wait(limit):
+                ready.parts.close()
+
+        try:
+            await asyncio.wait_for(in_thread(close), limit)
+        except Exception as error:
+            log.error("did not close", extra={"reason": last_line(error)})
 
     def _on_term(self, name: str) -> None:
         """A leader is told, and drains: its requests need our ranks until it is done."""

@@ -11,13 +11,17 @@ import json
 import runpy
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tests.engine.kernels.conftest  # noqa: F401  # it prepares the interpreter, before any kernel is imported
+from glm52_engine.hardware.health import Reason, Verdict
 from glm52_engine.kv.pools import KvLayout, Pool
+from glm52_engine.ranks import process
 from glm52_engine.runtime import load
 from glm52_engine.runtime.device import gpus
 from glm52_engine.runtime.device.buckets import Bucket
@@ -31,12 +35,13 @@ STEP_TOKENS = 12
 
 @dataclass(frozen=True)
 class Faults:
-    """`most_rows`: of the largest graph. `full`: the GPU of this rank of the process has no room for graphs.
-    `free_gib`: of every GPU, before anything is put there beside the weights."""
+    """`most_rows`: of the largest graph. `full`: the GPU of this rank has no room for graphs. `free_gib`: of every GPU,
+    before anything is put there beside the weights. `lost`: once this file is there, the first GPU is lost."""
 
     most_rows: int = launch_ahead.MOST_ROWS
     full: int | None = None
     free_gib: int = 60
+    lost: str = ""
 
 
 class Pinned:
@@ -65,6 +70,8 @@ def prepare(faults: Faults) -> None:
     take_turns()
     if faults.full is not None:
         fill(faults.full)
+    if faults.lost:
+        process.watch_gpus = lambda ranks, told, *, first_rank: lose(Path(faults.lost), told, first_rank)  # type: ignore[assignment]
 
 
 def pinned_pool(rank: int, kv: KvLayout, blocks: int, on_progress: Any) -> tuple[Pool, Pinned]:
@@ -84,6 +91,15 @@ def take_turns() -> None:
             return run(self, *args, **kwargs)
 
     InterpretedFunction.run = alone
+
+
+def lose(file: Path, told: Callable[[Verdict], None], rank: int) -> None:
+    def watch() -> None:
+        while not file.exists():
+            threading.Event().wait(0.05)
+        told(Verdict(Reason.LOST, True, "GPU-1: the GPU fell off the bus", rank))
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def fill(rank: int) -> None:

@@ -177,6 +177,25 @@ def test_first_steps_without_logits_end_all_processes(tmp_path: Path, checkpoint
             assert "not finite" in process.last_words().message
 
 
+def test_a_lost_gpu_of_a_rank_host_ends_the_replica_by_its_name(tmp_path: Path, checkpoint: Path) -> None:
+    """In the middle of an output, whose next token might be wrong."""
+    lost = tmp_path / "lost"
+    with replica(tmp_path, checkpoint, forked=True) as made:
+        on_device(made, checkpoint, ranks=1)
+        host = made.start_host(1, through=through(lost=str(lost)))
+        leader = made.start_leader(through=through())
+        leader.says("up")
+        client = Requests(leader)
+        client.begin("a", 1, 0, 3, 30)
+        leader.wait_until(lambda: client.tokens("a"), "answer")
+        lost.touch()
+        for each in (host, leader):
+            assert each.gone() == 70
+            words = each.last_words()
+            assert (words.outcome, words.rank, words.consequence) == (Outcome.CRASHED, 1, False)
+            assert "rank 1: GpuFailed: GPU-1: the GPU fell off the bus" in words.message
+
+
 class Deployment(test_serving.Deployment):
     """Prefill in one pod with two ranks; decode on two hosts with one rank each, whose hot buffers have two rows more
     than a step reads of a request."""

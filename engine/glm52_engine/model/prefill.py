@@ -91,7 +91,7 @@ class Prefill:
         self._wide = weights.embed.new_empty(max(_widened(m) for m in matrices))
         self._spread: SpreadPrefill | None = None
         if exchange is not None:
-            self._spread = SpreadPrefill(spec, weights.experts, exchange)
+            self._spread = SpreadPrefill(weights.experts, exchange)
             down = [layer.down for layer in weights.layers if layer.gate is not None]
             self._wide_down = weights.embed.new_empty(max(map(_widened, down), default=0))
 

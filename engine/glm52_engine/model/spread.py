@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from glm52_engine.checkpoint.config import ModelSpec
 from glm52_engine.kernels import moe, spread
 from glm52_engine.kernels.spread import Travelling
 from glm52_engine.model.exchange import Exchange
@@ -77,8 +76,8 @@ class SpreadStep:
 class SpreadPrefill:
     """Of a chunk of prompts. Ranks have different numbers of rows, and pad them to what all of them know."""
 
-    def __init__(self, spec: ModelSpec, held: range, exchange: Exchange) -> None:
-        self._spec, self._held, self._exchange = spec, held, exchange
+    def __init__(self, held: range, exchange: Exchange) -> None:
+        self._held, self._exchange = held, exchange
         self._tile = max(1, min(_RANK_ROWS, _ALL_ROWS // exchange.world))
 
     def run(

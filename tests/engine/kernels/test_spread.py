@@ -101,9 +101,9 @@ class Replica:
         """What a rank adds to everybody's rows, [ranks, rows, D]."""
         layer, routed, all_rows = self.layer, self.routed[rank], self.world * self.rows
         up, down, up_scale, down_scale = layer.of(routed.held)
-        nan = lambda *shape, dtype=layer.dtype: torch.full(shape, torch.nan, dtype=dtype, device=layer.device)  # noqa: E731
-        gated, shares = nan(all_rows, routed.slots, layer.inner), nan(all_rows, routed.slots, layer.dim)
-        out = nan(all_rows, layer.dim, dtype=torch.float32)
+        gated = layer.gate.new_full((all_rows, routed.slots, layer.inner), torch.nan)
+        shares = layer.gate.new_full((all_rows, routed.slots, layer.dim), torch.nan)
+        out = layer.bias.new_full((all_rows, layer.dim), torch.nan)
         spread.assign(self.everyone, self.active[rank], routed)
         moe.up(self.everyone.values, up, gated, routed, scale=up_scale)
         moe.down(gated, down, shares, routed, scale=down_scale)

@@ -190,7 +190,7 @@ def test_decisions_are_those_of_a_rank_alone(device: str, dtype: torch.dtype, gp
     assert torch.equal(routed.counts, alone.counts)
     for expert, count in enumerate(alone.counts.tolist()):
         assert routed.members[expert, :count].tolist() == alone.members[expert, :count].tolist()
-    assert torch.equal(routed.weights, alone.weights)
+    assert (routed.weights - alone.weights).abs().max() < 1e-6
     experts = int(alone.busy[0])
     assert sorted(routed.busy[1 : 1 + experts].tolist()) == alone.busy[1 : 1 + experts].tolist()
     assert routed.busy[0] == experts

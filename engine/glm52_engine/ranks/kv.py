@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,7 +21,6 @@ from glm52_engine.ranks.messages import Agent, Fetch, Fetched
 from glm52_engine.ranks.spans import RankSpan
 from glm52_engine.transfer.agent import (
     EVERY_DEVICE,
-    LINGER_SECONDS,
     Peer,
     Pull,
     PullCut,
@@ -77,12 +75,12 @@ class HostAgent:
     def __init__(self, pools: Sequence[Pool], span: RankSpan, devices: Choice = EVERY_DEVICE) -> None:
         self.on_notice: Callable[[bytes], None] = lambda notice: None
         self._span = span
-        self._held, self._until = False, 0.0
+        self._held = False
         self._agent = TransferAgent(
             f"{host_name()}/{secrets.token_hex(8)}",
             pools,
             on_notice=lambda notice: self.on_notice(notice),
-            expects=lambda: self._held or time.monotonic() < self._until,
+            expects=lambda: self._held,
             devices=devices,
         )
 
@@ -95,8 +93,6 @@ class HostAgent:
         self._agent.start()
 
     def hold(self, held: bool) -> None:
-        if self._held and not held:
-            self._until = time.monotonic() + LINGER_SECONDS
         self._held = held
 
     async def fetch(self, asked: Fetch) -> Fetched:

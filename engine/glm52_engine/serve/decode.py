@@ -276,7 +276,7 @@ async def _pull(run: _Run, choice: _Choice, kv: KvReference) -> Blocks:
 
 
 async def _claim(run: _Run, choice: _Choice, kv: KvReference) -> Early:
-    """What of the KV came while the rest was computed; keeps the lease while its last READ ends."""
+    """What of the KV came while the rest was computed; keeps the lease while its last part comes."""
 
     def take(request: Request) -> None:
         choice.request = request

@@ -151,9 +151,8 @@ def heartbeat(pod: Pod, call: BeatCall) -> BeatCard:
 async def progress(pod: Pod, call: ProgressCall) -> ProgressCard:
     parts = _called(pod, call.agent) if call.agent else pod.parts()
     if parts.agent.described.others:
-        # Their agents make progress for leases only.
+        # Of replicas of several hosts nothing is read early.
         return ProgressCard(state="unknown")
-    parts.holder.read_early()
     until = pod.life.clock() + PROGRESS_SECONDS
     while True:
         partial = parts.engine.partial(call.id)

@@ -1,4 +1,6 @@
-"""One NIXL agent per pod, owned by one thread: the agent is not thread-safe, and posting a READ may copy in the call.
+"""One NIXL agent per pod, owned by one thread: the agent is not thread-safe, and posting a WRITE may copy in the call.
+
+A pull asks the agent that owns the KV to write it here; `pushes` is what that one does.
 
 The event loop hands jobs over and awaits futures; the step loop is never involved.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -21,6 +24,8 @@ from glm52_engine.runtime.types import KvPool
 from glm52_engine.transfer.checksums import checksums
 from glm52_engine.transfer.descriptors import Region, runs
 from glm52_engine.transfer.devices import Choice, apply
+from glm52_engine.transfer.pushes import Pushes
+from glm52_engine.transfer.wire import Ask, Look, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +33,16 @@ PULL_SECONDS = 60.0
 """Most for one pull: 12 GB, the longest prompts in bfloat16, at 0.2 GB/s. Heartbeats end it sooner where the lease or
 the peer is lost."""
 
-LINGER_SECONDS = 20.0
-"""For a peer that reads what was given up meanwhile to learn of it: until then its READ needs our progress."""
+LOOK_SECONDS = 0.5
+"""Between two questions to a peer from which something is pulled: nothing else finds that its connection has ended."""
+
+CLOSE_SECONDS = 1.0
+"""For what peers still write to come to its end before the pools are let go."""
 
 BUSY_POLL_SECONDS = 0.0005
 NOTICE_POLL_SECONDS = 0.001
+IDLE_POLL_SECONDS = 0.02
+"""The first pull after a pause waits that long to be heard of."""
 
 EVERY_DEVICE = Choice()
 
@@ -44,8 +54,8 @@ class TransferError(Exception):
 class PullCut(TransferError):
     """Nobody waits for the bytes any more, but they may still come: the local blocks are free once `over` is done.
 
-    Neither NIXL nor UCX takes a READ back, and forgetting the peer does not either: over TCP every byte was seen to
-    come later, when a frozen peer went on. It ends with its last byte or with its connection.
+    Neither NIXL nor UCX takes a WRITE back, and forgetting the peer does not either: over TCP every byte was seen to
+    come later, when a frozen peer went on. It ends with the peer's word or with its connection.
     """
 
     def __init__(self, message: str, over: Future[None]) -> None:
@@ -91,10 +101,21 @@ class _Job:
     pull: Pull
     done: Future[int]
     deadline: float
+    number: int = 0
+    peer: str = ""
+    """The agent that was asked."""
     bytes: int = 0
-    handle: Any = None
     over: Future[None] = field(default_factory=Future)
     """Nothing writes to the local blocks any more."""
+
+    def end(self, error: str = "") -> None:
+        if not self.done.done():
+            if error:
+                self.done.set_exception(TransferError(error))
+            else:
+                self.done.set_result(self.bytes)
+        if not self.over.done():
+            self.over.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +142,7 @@ class KvAgent(Protocol):
 
     @property
     def described(self) -> Peer:
-        """As peers need it to read from here."""
+        """As peers need it to pull from here."""
         ...
 
     def start(self) -> None: ...
@@ -140,7 +161,10 @@ class KvAgent(Protocol):
 
 
 class TransferAgent:
-    """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached."""
+    """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached.
+
+    `expects`: whether a peer may ask soon, and should not have to wait.
+    """
 
     def __init__(
         self,
@@ -161,17 +185,22 @@ class TransferAgent:
         self._inbox: queue.SimpleQueue[_Job | _Call | _Cut | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._over = False
-        self._jobs: list[_Job] = []
-        self._strays: list[_Job] = []
-        self._known: set[str] = set()
+        self._jobs: dict[int, _Job] = {}
+        """All pulls of which bytes may come, also those that nobody waits for any more."""
+        self._numbers = itertools.count(1)
+        self._known: dict[str, int] = {}
+        """Agents that pulls were asked of, and which connection that is, counted over all of them."""
+        self._lives = itertools.count(1)
+        self._look_at = 0.0
         self._nixl: Any = None
+        self._pushes: Pushes | None = None
         self._registered: Any = None
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     @property
     def described(self) -> Peer:
-        """As peers need it to read from here; after `start`."""
+        """As peers need it to pull from here; after `start`."""
         return Peer(self.name, self.metadata, self.regions)
 
     def start(self) -> None:
@@ -182,8 +211,8 @@ class TransferAgent:
         call.done.result()
 
     async def pull(self, pull: Pull, *, seconds: float = PULL_SECONDS) -> int:
-        """Reads the blocks, returns the bytes. When it returns or raises, nothing writes to the local blocks any more,
-        except after PullCut.
+        """Has the blocks written here, returns the bytes. When it returns or raises, nothing writes to the local blocks
+        any more, except after PullCut.
 
         A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
         """
@@ -243,139 +272,148 @@ class TransferAgent:
             self._shut()
 
     def _turn(self) -> bool:
-        """One round: take what came in, look at running pulls and at notices. False at the end."""
-        wait = BUSY_POLL_SECONDS if self._jobs else NOTICE_POLL_SECONDS if self._strays or self._expects() else 0.25
+        """One round: take what came in, look at what peers said, at pulls and at pushes. False at the end."""
         with contextlib.suppress(queue.Empty):
-            item = self._inbox.get(timeout=wait)
+            item = self._inbox.get(timeout=self._wait())
             if item is None:
                 return False
             if isinstance(item, _Call):
                 _settle(item.done, item.run)
             elif isinstance(item, _Cut):
-                for job in [job for job in self._jobs if job.pull.peer.name == item.name]:
+                for job in [job for job in self._jobs.values() if item.name in (job.peer, job.pull.peer.name)]:
                     self._cut_off(job, item.reason)
-                self._forget(item.name)
             else:
                 self._begin(item)
-        self._jobs = [job for job in self._jobs if self._runs_on(job)]
-        self._strays = [job for job in self._strays if not self._ended(job)]
-        if self._nixl is not None and self._expects():
-            self._collect_notices()
+        self._tend(time.monotonic())
         return True
+
+    def _wait(self) -> float:
+        if (self._pushes and self._pushes.busy) or any(not job.done.done() for job in self._jobs.values()):
+            return BUSY_POLL_SECONDS
+        return NOTICE_POLL_SECONDS if self._jobs or self._expects() else IDLE_POLL_SECONDS
 
     def _open(self) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         from nixl_cu13 import nixl_agent, nixl_agent_config
 
         # With a progress thread of its own NIXL spins on a core for ever, idle or not; here a turn that looks at a
-        # running pull, or for notices while prompts are held, makes the progress.
+        # running push, or for what peers say, makes the progress.
         self._nixl = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._nixl.create_backend("UCX", apply(self._devices))
         spans = [(region.address, region.num_blocks * region.block_bytes, 0, "") for region in self.regions]
         self._registered = self._nixl.register_memory(spans, "DRAM")
         self.metadata = self._nixl.get_agent_metadata()
+        self._pushes = Pushes(self._nixl, self.regions, self._on_notice)
 
     def _begin(self, job: _Job) -> None:
         try:
-            self._post(job)
+            self._ask(job)
         except Exception as error:
             named = "" if isinstance(error, ValueError) else f"cannot read from {job.pull.peer.name}: "
-            self._fail(job, named + _reason(error))
+            self._lost(job.peer, _reason(error))
+            job.end(named + _reason(error))
         else:
-            self._jobs.append(job)
+            self._jobs[job.number] = job
 
-    def _post(self, job: _Job) -> None:
+    def _ask(self, job: _Job) -> None:
         pull = job.pull
         peer = pull.peer.holding(pull.remote_rank)
-        region = peer.regions[pull.remote_rank - peer.first_rank]
+        rank = pull.remote_rank - peer.first_rank
         merged = runs(pull.remote_ids, pull.local_ids)
-        theirs = region.spans([(run.remote, run.count) for run in merged])
-        ours = self.regions[pull.local_rank].spans([(run.local, run.count) for run in merged])
-        if peer.name not in self._known:
-            self._nixl.add_remote_agent(peer.metadata)
-            self._known.add(peer.name)
-        job.handle = self._nixl.initialize_xfer(
-            "READ",
-            self._nixl.get_xfer_descs(ours, "DRAM"),
-            self._nixl.get_xfer_descs(theirs, "DRAM"),
-            peer.name,
-            pull.notice,
+        peer.regions[rank].spans([(run.remote, run.count) for run in merged])
+        into = self.regions[pull.local_rank]
+        job.bytes = sum(size for _, size, _ in into.spans([(run.local, run.count) for run in merged]))
+        job.number = next(self._numbers)
+        # A connection that was lost meanwhile is made anew.
+        self._look(peer.name)
+        life = self._connected(peer)
+        job.peer = peer.name
+        ask = Ask(
+            number=job.number,
+            life=life,
+            metadata=self.metadata,
+            rank=rank,
+            into=(into.address, into.num_blocks, into.block_bytes),
+            runs=[(run.remote, run.local, run.count) for run in merged],
+            notice=pull.notice,
         )
-        job.bytes = sum(size for _, size, _ in ours)
-        if self._nixl.transfer(job.handle) == "ERR":
-            raise TransferError("the transfer could not be posted")
+        self._nixl.send_notif(peer.name, encode(ask))
 
-    def _runs_on(self, job: _Job) -> bool:
-        """Looks at one pull; settles it and returns False when nobody waits for it any more."""
-        if job.done.done():
-            return False
-        name, state = job.pull.peer.name, self._state(job)
-        if state == "DONE":
-            self._release(job)
-            job.done.set_result(job.bytes)
-        elif state != "PROC":
-            self._fail(job, f"reading from {name} failed: {state}")
-        elif time.monotonic() >= job.deadline:
-            self._cut_off(job, f"reading from {name} took too long")
-        return not job.done.done()
+    def _connected(self, peer: Peer) -> int:
+        if peer.name not in self._known:
+            for name in [*self._known]:
+                # Those that have ended would be kept for ever.
+                self._look(name)
+            self._nixl.add_remote_agent(peer.metadata)
+            self._known[peer.name] = next(self._lives)
+        return self._known[peer.name]
 
-    def _ended(self, job: _Job) -> bool:
-        """Whether a READ that nobody waits for has come to its end."""
-        state = self._state(job)
-        if state == "PROC":
-            return False
-        self._release(job)
-        log.info("a pull that was cut is over", extra={"peer": job.pull.peer.name, "state": state})
-        if state != "DONE":
-            self._forget(job.pull.peer.name)
-        return True
+    def _tend(self, now: float) -> None:
+        if self._nixl is None or self._pushes is None:
+            return
+        for peer, messages in self._nixl.get_new_notifs().items():
+            for message in messages:
+                self._hear(self._pushes, peer, message)
+        self._pushes.turn()
+        if self._jobs and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for name in {job.peer for job in self._jobs.values()}:
+                self._look(name)
+        for job in self._jobs.values():
+            if not job.done.done() and now >= job.deadline:
+                self._cut_off(job, f"reading from {job.peer} took too long")
 
-    def _state(self, job: _Job) -> str:
+    def _hear(self, pushes: Pushes, peer: str, message: bytes) -> None:
         try:
-            return str(self._nixl.check_xfer_state(job.handle))
-        except Exception as error:
-            return f"ERR ({_reason(error)})"
+            said = decode(message)
+        except ValueError:
+            log.warning("a notification that is none of ours", extra={"peer": peer, "notification": message[:100]})
+            return
+        if isinstance(said, Ask):
+            pushes.ask(peer, said)
+        elif isinstance(said, Look):
+            pushes.look(peer, said)
+        elif said.number in self._jobs and self._jobs[said.number].peer == peer:
+            self._end(self._jobs[said.number], f"reading from {peer} failed: {said.error}" if said.error else "")
 
-    def _fail(self, job: _Job, message: str) -> None:
-        """It is over, and its connection with it: other pulls that use it will find the same."""
-        self._release(job)
-        self._forget(job.pull.peer.name)
-        job.done.set_exception(TransferError(message))
+    def _look(self, name: str) -> None:
+        """Asks for ends that were not told. A peer whose connection has ended is lost."""
+        if name in self._known:
+            numbers = [job.number for job in self._jobs.values() if job.peer == name]
+            try:
+                self._nixl.send_notif(name, encode(Look(life=self._known[name], numbers=numbers)))
+            except Exception as error:
+                self._lost(name, _reason(error))
 
-    def _cut_off(self, job: _Job, message: str) -> None:
-        """Told at once, and looked after until no byte can come any more."""
-        self._strays.append(job)
-        job.done.set_exception(PullCut(message, job.over))
-
-    def _forget(self, name: str) -> None:
-        """A later pull connects anew. Not while a READ from there is under way: it has to come to its end."""
-        running = [job for job in (*self._jobs, *self._strays) if job.pull.peer.name == name and not job.over.done()]
-        if name in self._known and not running:
-            self._known.discard(name)
+    def _lost(self, name: str, reason: str) -> None:
+        """No byte comes from there any more: the transport has closed our end of that connection. A later pull connects
+        anew."""
+        if self._known.pop(name, None) is not None:
+            for job in [job for job in self._jobs.values() if job.peer == name]:
+                self._end(job, f"reading from {name} failed: {reason}")
             with contextlib.suppress(Exception):
                 self._nixl.remove_remote_agent(name)
 
-    def _release(self, job: _Job) -> None:
-        """The last that happens to a READ."""
-        if job.handle is not None:
-            try:
-                job.handle.release()
-            except Exception as error:
-                log.warning("a transfer handle is not released", extra={"reason": _reason(error)})
-            job.handle = None
-        if not job.over.done():
-            job.over.set_result(None)
+    def _end(self, job: _Job, error: str) -> None:
+        if job.done.done():
+            log.info("a pull that was cut is over", extra={"peer": job.peer, "state": error or "all bytes came"})
+        del self._jobs[job.number]
+        job.end(error)
 
-    def _collect_notices(self) -> None:
-        for notices in self._nixl.get_new_notifs().values():
-            for notice in notices:
-                self._on_notice(notice)
+    def _cut_off(self, job: _Job, message: str) -> None:
+        """Told at once, and looked after until no byte can come any more."""
+        if not job.done.done():
+            job.done.set_exception(PullCut(message, job.over))
 
     def _shut(self) -> None:
-        for job in self._jobs:
-            self._fail(job, "the pod is going away")
-        for job in self._strays:
-            self._release(job)
+        for job in self._jobs.values():
+            self._cut_off(job, "the pod is going away")
+        until = time.monotonic() + CLOSE_SECONDS
+        while self._jobs and self.failure is None and time.monotonic() < until:
+            self._tend(time.monotonic())
+            time.sleep(BUSY_POLL_SECONDS)
+        for job in self._jobs.values():
+            job.end()
         with self._gate:
             self._over = True
         while True:
@@ -383,14 +421,16 @@ class TransferAgent:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            if item is not None and not isinstance(item, _Cut) and not item.done.done():
-                item.done.set_exception(TransferError("the pod is going away"))
             if isinstance(item, _Job):
-                self._release(item)
+                item.end("the pod is going away")
+            elif isinstance(item, _Call) and not item.done.done():
+                item.done.set_exception(TransferError("the pod is going away"))
         if self._nixl is not None:
+            if self._pushes is not None:
+                self._pushes.close()
             with contextlib.suppress(Exception):
                 self._nixl.deregister_memory(self._registered)
-            self._nixl = None
+            self._pushes = self._nixl = None
 
 
 def _settle(done: Future[Any], run: Callable[[], object]) -> None:

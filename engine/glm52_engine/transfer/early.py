@@ -87,7 +87,7 @@ class EarlyPulls:
         return True
 
     async def claim(self, kv: KvReference, request_id: str, request: Request, take: Callable[[Request], None]) -> Early:
-        """What has been read for this request, when the READ that is under way has ended.
+        """What has been read for this request, when the part that is under way is here.
 
         The request goes on under the id of its seat: `take` is told of it before anything else can happen, and from
         then on the seat is the caller's to release.
@@ -202,7 +202,7 @@ class EarlyPulls:
         entry.here = card.kept
 
     async def _read(self, entry: _Entry, kv: KvReference, into: Blocks, kept: int) -> None:
-        """One READ; cut where prefill falls silent."""
+        """One pull; cut where prefill falls silent."""
         reading = asyncio.ensure_future(self._puller.pull_part(kv, entry.id, into, entry.here, kept))
         heard = self._clock()
         try:

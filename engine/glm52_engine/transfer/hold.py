@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from glm52_engine.runtime.types import Blocks, Engine
-from glm52_engine.transfer.agent import LINGER_SECONDS
 from glm52_engine.transfer.lease import Lease, LeaseTable
 from glm52_engine.transfer.rates import Rates
 
@@ -35,9 +34,9 @@ class TransferCounters:
 
 
 def notice(request_id: str, size: int, *, part: bool = False) -> bytes:
-    """What a decode peer attaches to its READ: it arrives when the last byte has been read.
+    """What a decode peer attaches to a pull: the owner's agent says it when the last byte is there.
 
-    `part`: more will be read, so nothing is over with it.
+    `part`: more will be pulled, so nothing is over with it.
     """
     return json.dumps({"id": request_id, "bytes": size, **({"part": True} if part else {})}).encode()
 
@@ -58,18 +57,13 @@ class Holder:
         self.on_change = on_change
         self.clock = clock
         self._loop = asyncio.get_running_loop()
-        self._lingers = 0.0
 
     def __len__(self) -> int:
         return len(self.table)
 
     def expects(self) -> bool:
-        """Whether a peer may be reading, so that the agent has to make progress.
-
-        Also for a while after KV was given up: a peer that had begun would else hang until it learns of that, and keep
-        the seat of a request that nobody waits for any more.
-        """
-        return bool(self.table) or self.clock() < self._lingers
+        """Whether a peer may ask for KV at any moment."""
+        return bool(self.table)
 
     def grant(self, request_id: str, blocks: Blocks, prompt: Sequence[int], readers: int = 1) -> Lease:
         """Holds the KV, unless it was given up before it was there: a router that goes away tells so on another
@@ -82,10 +76,6 @@ class Holder:
     def holds(self, request_id: str) -> bool:
         return request_id in self.table
 
-    def read_early(self) -> None:
-        """A peer follows a prompt that is being computed: its READs need our progress as well."""
-        self._lingers = max(self._lingers, self.clock() + LINGER_SECONDS)
-
     def renew(self, request_id: str) -> Lease | None:
         return self.table.renew(request_id, self.clock())
 
@@ -95,7 +85,6 @@ class Holder:
             self.table.refuse(request_id, self.clock())
             return False
         self.counters.given_up += 1
-        self._lingers = self.clock() + LINGER_SECONDS
         self._free(request_id)
         return True
 
@@ -126,7 +115,6 @@ class Holder:
             await asyncio.sleep(0.5)
             for lease in self.table.expire(self.clock()):
                 self.counters.expired += 1
-                self._lingers = self.clock() + LINGER_SECONDS
                 log.warning("lease expired, no peer came for the KV", extra={"request": lease.request_id})
                 self._free(lease.request_id)
 

@@ -250,7 +250,7 @@ class Puller:
             raise TransferError(f"{len(kv.blocks)} blocks of KV for {len(into.ids)} reserved ones")
         peer = await self._peer(kv)
         with self.beats.claim(At(kv.address, kv.agent), request_id) as claim:
-            # The last word before the READ: the lease is alive and is this request's.
+            # The last word before the pull: the lease is alive and is this request's.
             asked = time.monotonic()
             lease = await self._renew(kv, request_id)
             claim.until = asked + lease.seconds

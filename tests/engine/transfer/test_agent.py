@@ -7,52 +7,17 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from glm52_engine.transfer.agent import Peer, Pull, PullCut, TransferAgent, TransferError
-from glm52_engine.transfer.peers import AgentCard
 from tests.engine.serve.fakes import FakePool
-
-BLOCKS = 64
-ROOT = Path(__file__).parents[3]
+from tests.engine.transfer.remote import BLOCKS, Remote
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-class Remote:
-    def __init__(self, name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.transfer.peer", name, str(BLOCKS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT / 'engine'}:{ROOT}"},
-        )
-        self.peer = AgentCard.model_validate_json(self.line("CARD ")).peer()
-
-    def line(self, start: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(start):
-                return line[len(start) :]
-        raise AssertionError(f"the peer ended without {start}")
-
-    def freeze(self) -> None:
-        """Returns when it has stopped: the signal alone is only a wish."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

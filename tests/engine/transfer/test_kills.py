@@ -1,0 +1,121 @@
+"""Pods that are killed in the middle of a hand-off, over TCP: the other side lives, and no byte comes later."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from glm52_engine.transfer.agent import Pull, PullCut, TransferAgent, TransferError
+from tests.engine.transfer.peer import WidePool
+from tests.engine.transfer.readers import BLOCK_BYTES, BLOCKS, EVERYTHING
+from tests.engine.transfer.remote import Process, Remote
+
+KILLS = 15
+OTHERS = 0xEE
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_tcp() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp,self")
+        yield
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def local(by_tcp: None) -> AsyncIterator[tuple[TransferAgent, WidePool]]:
+    pool = WidePool(BLOCKS, BLOCK_BYTES)
+    agent = TransferAgent("decode/local", [pool], on_notice=lambda notice: None, expects=lambda: False)
+    await asyncio.to_thread(agent.start)
+    yield agent, pool
+    agent.close()
+
+
+@pytest.fixture(scope="module")
+def bystander(by_tcp: None) -> Iterator[Remote]:
+    """A prefill pod to which nothing happens."""
+    made = Remote("prefill/bystander", BLOCKS, BLOCK_BYTES)
+    yield made
+    made.end()
+
+
+def everything(remote: Remote) -> Pull:
+    return Pull(remote.peer, 0, EVERYTHING, 0, EVERYTHING, b"got it")
+
+
+async def test_a_prefill_pod_outlives_every_decode_pod_that_is_killed_while_it_pulls(
+    local: tuple[TransferAgent, WidePool],
+) -> None:
+    agent, pool = local
+    prefill, readers = Remote("prefill/1", BLOCKS, BLOCK_BYTES), Process("readers")
+    try:
+        readers.say(prefill.card)
+        readers.say("steady")
+        for number in range(KILLS):
+            readers.say(str(number * 7 % BLOCKS))
+            ended = await asyncio.to_thread(readers.line, "ENDED ")
+            assert (int(ended), prefill.process.poll()) == (-signal.SIGKILL, None)
+        assert readers.process.stdin is not None
+        readers.process.stdin.close()
+        assert int(readers.line("ENDED ")) == -signal.SIGKILL, "nobody killed this one before"
+        ctypes.memset(pool.tensor.data_ptr(), 0, BLOCKS * BLOCK_BYTES)
+        assert await agent.pull(everything(prefill)) == BLOCKS * BLOCK_BYTES
+        assert all(pool.holds(block, pool.byte(block)) for block in EVERYTHING)
+        assert prefill.process.poll() is None
+    finally:
+        readers.end()
+        prefill.end()
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("how", ["waited for", "cut before"])
+async def test_blocks_are_free_when_the_prefill_pod_that_wrote_to_them_is_dead(
+    local: tuple[TransferAgent, WidePool], bystander: Remote, how: str, number: int
+) -> None:
+    agent, pool = local
+    prefill = Remote(f"prefill/{how}/{number}", BLOCKS, BLOCK_BYTES)
+    try:
+        pulling = await frozen_in_the_middle(agent, pool, prefill)
+        if how == "cut before":
+            agent.cut(prefill.peer.name, "the lease is lost")
+            with pytest.raises(PullCut, match="the lease is lost") as cut:
+                await asyncio.wait_for(pulling, 10)
+            assert not cut.value.over.done(), "it may go on, and then the bytes come"
+            prefill.end()
+            await asyncio.wait_for(asyncio.wrap_future(cut.value.over), 30)
+        else:
+            prefill.end()
+            with pytest.raises(TransferError, match=prefill.peer.name) as failed:
+                await asyncio.wait_for(pulling, 30)
+            assert not isinstance(failed.value, PullCut)
+        # The blocks are another request's now.
+        ctypes.memset(pool.tensor.data_ptr(), OTHERS, BLOCKS * BLOCK_BYTES)
+        for _ in range(10):
+            assert await agent.pull(Pull(bystander.peer, 0, [5], 0, [0], b"")) == BLOCK_BYTES
+        assert pool.holds(0, pool.byte(5))
+        assert all(pool.holds(block, OTHERS) for block in EVERYTHING[1:])
+    finally:
+        prefill.end()
+
+
+async def frozen_in_the_middle(agent: TransferAgent, pool: WidePool, prefill: Remote) -> asyncio.Task[int]:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        ctypes.memset(pool.tensor.data_ptr(), 0, BLOCKS * BLOCK_BYTES)
+        pulling = asyncio.create_task(agent.pull(everything(prefill)))
+        while not any(pool.tensor.bytes[:: BLOCK_BYTES // 4]) and not pulling.done():
+            assert time.monotonic() < until, "no byte comes"
+            await asyncio.sleep(0)
+        prefill.freeze()
+        # What was on its way is there when no more of it comes.
+        if not (await asyncio.wait([pulling], timeout=0.1))[0]:
+            return pulling
+        prefill.process.send_signal(signal.SIGCONT)
+    raise AssertionError("it was always too late")

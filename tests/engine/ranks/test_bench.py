@@ -25,7 +25,11 @@ def test_every_case_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
     assert list(rows) == ["alone", "one", "one -", "all", "all -"]
     assert rows["one"]["same_as_alone"] == rows["all"]["same_as_one"] == 1
     assert all(rows[name][figure] > 0 for name in ("one", "all") for figure in ("gather_us", "swap_us", "served_ms"))
+    assert rows["alone"]["same_again"] == rows["one"]["same_again"] == rows["all"]["same_again"] == 1
     assert [entry["name"] for entry in result["reach"]] == [
+        "the same tokens again, alone, 2 rows",
         "an exchange with nobody, 2 rows",
+        "the same tokens again, one, 2 rows",
+        "the same tokens again, all, 2 rows",
         "the tokens of one rank, 2 rows",
     ]

@@ -1,6 +1,6 @@
 """One NIXL agent per pod, owned by one thread: the agent is not thread-safe, and posting a WRITE may copy in the call.
 
-A pull asks the agent that owns the KV to write it here; `pushes` is what that one does.
+A pull asks the agent that owns the KV to write it here (`pulls`); `pushes` is what that one does.
 
 The event loop hands jobs over and awaits futures; the step loop is never involved.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import queue
@@ -22,19 +21,19 @@ from typing import Any, Protocol
 
 from glm52_engine.runtime.types import KvPool
 from glm52_engine.transfer.checksums import checksums
-from glm52_engine.transfer.descriptors import Region, runs
+from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice, apply
+from glm52_engine.transfer.pulls import Job, Peer, Pull, PullCut, Pulls, TransferError
 from glm52_engine.transfer.pushes import Pushes
-from glm52_engine.transfer.wire import Ask, Look, decode, encode
+from glm52_engine.transfer.wire import Ask, Look, decode
+
+__all__ = ["EVERY_DEVICE", "KvAgent", "Peer", "Pull", "PullCut", "TransferAgent", "TransferError"]
 
 log = logging.getLogger(__name__)
 
 PULL_SECONDS = 60.0
 """Most for one pull: 12 GB, the longest prompts in bfloat16, at 0.2 GB/s. Heartbeats end it sooner where the lease or
 the peer is lost."""
-
-LOOK_SECONDS = 0.5
-"""Between two questions to a peer from which something is pulled: nothing else finds that its connection has ended."""
 
 CLOSE_SECONDS = 1.0
 """For what peers still write to come to its end before the pools are let go."""
@@ -45,77 +44,6 @@ IDLE_POLL_SECONDS = 0.02
 """The first pull after a pause waits that long to be heard of."""
 
 EVERY_DEVICE = Choice()
-
-
-class TransferError(Exception):
-    """A pull that did not bring every byte; the local blocks hold nothing of use."""
-
-
-class PullCut(TransferError):
-    """Nobody waits for the bytes any more, but they may still come: the local blocks are free once `over` is done.
-
-    Neither NIXL nor UCX takes a WRITE back, and forgetting the peer does not either: over TCP every byte was seen to
-    come later, when a frozen peer went on. It ends with the peer's word or with its connection.
-    """
-
-    def __init__(self, message: str, over: Future[None]) -> None:
-        super().__init__(message)
-        self.over = over
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """An agent and the pools that it has registered: those of the ranks from `first_rank` on. `others`: agents of
-    further hosts of the same replica, for their ranks.
-
-    Its name is new with every start of its process: an old incarnation cannot be mistaken for it.
-    """
-
-    name: str
-    metadata: bytes
-    regions: tuple[Region, ...]
-    first_rank: int = 0
-    others: tuple[Peer, ...] = ()
-
-    def holding(self, rank: int) -> Peer:
-        """The agent that has this rank's pool. Raises ValueError."""
-        for peer in (self, *self.others):
-            if 0 <= rank - peer.first_rank < len(peer.regions):
-                return peer
-        ranks = sum(len(peer.regions) for peer in (self, *self.others))
-        raise ValueError(f"rank {rank} of a peer with {ranks}")
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    peer: Peer
-    remote_rank: int
-    remote_ids: Sequence[int]
-    local_rank: int
-    local_ids: Sequence[int]
-    notice: bytes
-
-
-@dataclass(slots=True)
-class _Job:
-    pull: Pull
-    done: Future[int]
-    deadline: float
-    number: int = 0
-    peer: str = ""
-    """The agent that was asked."""
-    bytes: int = 0
-    over: Future[None] = field(default_factory=Future)
-    """Nothing writes to the local blocks any more."""
-
-    def end(self, error: str = "") -> None:
-        if not self.done.done():
-            if error:
-                self.done.set_exception(TransferError(error))
-            else:
-                self.done.set_result(self.bytes)
-        if not self.over.done():
-            self.over.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +110,11 @@ class TransferAgent:
         self._on_notice = on_notice
         self._expects = expects
         self._devices = devices
-        self._inbox: queue.SimpleQueue[_Job | _Call | _Cut | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | _Call | _Cut | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._over = False
-        self._jobs: dict[int, _Job] = {}
-        """All pulls of which bytes may come, also those that nobody waits for any more."""
-        self._numbers = itertools.count(1)
-        self._known: dict[str, int] = {}
-        """Agents that pulls were asked of, and which connection that is, counted over all of them."""
-        self._lives = itertools.count(1)
-        self._look_at = 0.0
         self._nixl: Any = None
+        self._pulls: Pulls | None = None
         self._pushes: Pushes | None = None
         self._registered: Any = None
         self.failure: BaseException | None = None
@@ -216,7 +138,7 @@ class TransferAgent:
 
         A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
         """
-        job = _Job(pull, Future(), time.monotonic() + seconds)
+        job = Job(pull, Future(), time.monotonic() + seconds)
         self._hand_over(job)
         future, over = asyncio.wrap_future(job.done), asyncio.wrap_future(job.over)
         cancelled: asyncio.CancelledError | None = None
@@ -251,7 +173,7 @@ class TransferAgent:
             self._inbox.put(None)
             self._thread.join(timeout)
 
-    def _hand_over(self, item: _Job | _Call | _Cut) -> None:
+    def _hand_over(self, item: Job | _Call | _Cut) -> None:
         with self._gate:
             if self._over:
                 # Nobody would ever look at it.
@@ -279,18 +201,22 @@ class TransferAgent:
                 return False
             if isinstance(item, _Call):
                 _settle(item.done, item.run)
-            elif isinstance(item, _Cut):
-                for job in [job for job in self._jobs.values() if item.name in (job.peer, job.pull.peer.name)]:
-                    self._cut_off(job, item.reason)
-            else:
-                self._begin(item)
+            elif isinstance(item, Job):
+                if self._pulls is None:
+                    item.end("the agent has not been started")
+                else:
+                    self._pulls.begin(item)
+            elif self._pulls is not None:
+                self._pulls.cut(item.name, item.reason)
         self._tend(time.monotonic())
         return True
 
     def _wait(self) -> float:
-        if (self._pushes and self._pushes.busy) or any(not job.done.done() for job in self._jobs.values()):
+        if self._pulls is None or self._pushes is None:
+            return IDLE_POLL_SECONDS
+        if self._pushes.busy or self._pulls.waited_for:
             return BUSY_POLL_SECONDS
-        return NOTICE_POLL_SECONDS if self._jobs or self._expects() else IDLE_POLL_SECONDS
+        return NOTICE_POLL_SECONDS if self._pulls.open or self._expects() else IDLE_POLL_SECONDS
 
     def _open(self) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -303,67 +229,19 @@ class TransferAgent:
         spans = [(region.address, region.num_blocks * region.block_bytes, 0, "") for region in self.regions]
         self._registered = self._nixl.register_memory(spans, "DRAM")
         self.metadata = self._nixl.get_agent_metadata()
+        self._pulls = Pulls(self._nixl, self.regions, self.metadata)
         self._pushes = Pushes(self._nixl, self.regions, self._on_notice)
 
-    def _begin(self, job: _Job) -> None:
-        try:
-            self._ask(job)
-        except Exception as error:
-            named = "" if isinstance(error, ValueError) else f"cannot read from {job.pull.peer.name}: "
-            self._lost(job.peer, _reason(error))
-            job.end(named + _reason(error))
-        else:
-            self._jobs[job.number] = job
-
-    def _ask(self, job: _Job) -> None:
-        pull = job.pull
-        peer = pull.peer.holding(pull.remote_rank)
-        rank = pull.remote_rank - peer.first_rank
-        merged = runs(pull.remote_ids, pull.local_ids)
-        peer.regions[rank].spans([(run.remote, run.count) for run in merged])
-        into = self.regions[pull.local_rank]
-        job.bytes = sum(size for _, size, _ in into.spans([(run.local, run.count) for run in merged]))
-        job.number = next(self._numbers)
-        # A connection that was lost meanwhile is made anew.
-        self._look(peer.name)
-        life = self._connected(peer)
-        job.peer = peer.name
-        ask = Ask(
-            number=job.number,
-            life=life,
-            metadata=self.metadata,
-            rank=rank,
-            into=(into.address, into.num_blocks, into.block_bytes),
-            runs=[(run.remote, run.local, run.count) for run in merged],
-            notice=pull.notice,
-        )
-        self._nixl.send_notif(peer.name, encode(ask))
-
-    def _connected(self, peer: Peer) -> int:
-        if peer.name not in self._known:
-            for name in [*self._known]:
-                # Those that have ended would be kept for ever.
-                self._look(name)
-            self._nixl.add_remote_agent(peer.metadata)
-            self._known[peer.name] = next(self._lives)
-        return self._known[peer.name]
-
     def _tend(self, now: float) -> None:
-        if self._nixl is None or self._pushes is None:
+        if self._pulls is None or self._pushes is None:
             return
         for peer, messages in self._nixl.get_new_notifs().items():
             for message in messages:
-                self._hear(self._pushes, peer, message)
+                self._hear(self._pulls, self._pushes, peer, message)
         self._pushes.turn()
-        if self._jobs and now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            for name in {job.peer for job in self._jobs.values()}:
-                self._look(name)
-        for job in self._jobs.values():
-            if not job.done.done() and now >= job.deadline:
-                self._cut_off(job, f"reading from {job.peer} took too long")
+        self._pulls.turn(now)
 
-    def _hear(self, pushes: Pushes, peer: str, message: bytes) -> None:
+    def _hear(self, pulls: Pulls, pushes: Pushes, peer: str, message: bytes) -> None:
         try:
             said = decode(message)
         except ValueError:
@@ -373,47 +251,17 @@ class TransferAgent:
             pushes.ask(peer, said)
         elif isinstance(said, Look):
             pushes.look(peer, said)
-        elif said.number in self._jobs and self._jobs[said.number].peer == peer:
-            self._end(self._jobs[said.number], f"reading from {peer} failed: {said.error}" if said.error else "")
-
-    def _look(self, name: str) -> None:
-        """Asks for ends that were not told. A peer whose connection has ended is lost."""
-        if name in self._known:
-            numbers = [job.number for job in self._jobs.values() if job.peer == name]
-            try:
-                self._nixl.send_notif(name, encode(Look(life=self._known[name], numbers=numbers)))
-            except Exception as error:
-                self._lost(name, _reason(error))
-
-    def _lost(self, name: str, reason: str) -> None:
-        """No byte comes from there any more: the transport has closed our end of that connection. A later pull connects
-        anew."""
-        if self._known.pop(name, None) is not None:
-            for job in [job for job in self._jobs.values() if job.peer == name]:
-                self._end(job, f"reading from {name} failed: {reason}")
-            with contextlib.suppress(Exception):
-                self._nixl.remove_remote_agent(name)
-
-    def _end(self, job: _Job, error: str) -> None:
-        if job.done.done():
-            log.info("a pull that was cut is over", extra={"peer": job.peer, "state": error or "all bytes came"})
-        del self._jobs[job.number]
-        job.end(error)
-
-    def _cut_off(self, job: _Job, message: str) -> None:
-        """Told at once, and looked after until no byte can come any more."""
-        if not job.done.done():
-            job.done.set_exception(PullCut(message, job.over))
+        else:
+            pulls.hear(peer, said)
 
     def _shut(self) -> None:
-        for job in self._jobs.values():
-            self._cut_off(job, "the pod is going away")
-        until = time.monotonic() + CLOSE_SECONDS
-        while self._jobs and self.failure is None and time.monotonic() < until:
-            self._tend(time.monotonic())
-            time.sleep(BUSY_POLL_SECONDS)
-        for job in self._jobs.values():
-            job.end()
+        if self._pulls is not None:
+            self._pulls.cut(None, "the pod is going away")
+            until = time.monotonic() + CLOSE_SECONDS
+            while self._pulls.open and self.failure is None and time.monotonic() < until:
+                self._tend(time.monotonic())
+                time.sleep(BUSY_POLL_SECONDS)
+            self._pulls.close()
         with self._gate:
             self._over = True
         while True:
@@ -421,7 +269,7 @@ class TransferAgent:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(item, _Job):
+            if isinstance(item, Job):
                 item.end("the pod is going away")
             elif isinstance(item, _Call) and not item.done.done():
                 item.done.set_exception(TransferError("the pod is going away"))
@@ -430,7 +278,7 @@ class TransferAgent:
                 self._pushes.close()
             with contextlib.suppress(Exception):
                 self._nixl.deregister_memory(self._registered)
-            self._pushes = self._nixl = None
+            self._pulls = self._pushes = self._nixl = None
 
 
 def _settle(done: Future[Any], run: Callable[[], object]) -> None:
@@ -440,7 +288,3 @@ def _settle(done: Future[Any], run: Callable[[], object]) -> None:
         done.set_result(run())
     except BaseException as error:
         done.set_exception(error)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from glm52_engine.runtime.types import Blocks, Engine, Request, Sampling
-from glm52_engine.transfer.agent import PullCut, TransferError
 from glm52_engine.transfer.fingerprint import difference
 from glm52_engine.transfer.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, PeerGone
 from glm52_engine.transfer.peers import KvReference, ProgressCall, ProgressCard, Puller
+from glm52_engine.transfer.pulls import PullCut, TransferError
 
 log = logging.getLogger(__name__)
 

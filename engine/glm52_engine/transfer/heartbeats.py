@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from glm52_engine.transfer.agent import TransferError
+from glm52_engine.transfer.pulls import TransferError
 
 BEAT_SECONDS = 2.0
 

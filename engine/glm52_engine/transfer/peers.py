@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm52_engine.config import INTERNAL_TOKEN_HEADER
 from glm52_engine.runtime.types import Blocks
-from glm52_engine.transfer.agent import KvAgent, Peer, Pull, TransferError
+from glm52_engine.transfer.agent import KvAgent
 from glm52_engine.transfer.checksums import damage
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.fingerprint import Fingerprint, difference
 from glm52_engine.transfer.heartbeats import At, Beat, Claim, Heartbeats, PeerGone
 from glm52_engine.transfer.hold import TransferCounters, notice
 from glm52_engine.transfer.lease import prompt_digest
+from glm52_engine.transfer.pulls import Peer, Pull, TransferError
 
 log = logging.getLogger(__name__)
 

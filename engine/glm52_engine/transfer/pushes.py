@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glm52_engine.transfer.descriptors import Region
-from glm52_engine.transfer.wire import Ask, Look, Over, encode
+from glm52_engine.transfer.wire import Ask, Look, Over, encode, has_ended
 
 log = logging.getLogger(__name__)
 
@@ -161,9 +161,10 @@ class Pushes:
             if line.up:
                 self._nixl.send_notif(asker, encode(over))
         except Exception as error:
-            line.up = False
-            self._ends.add(asker)
-            log.info("the connection to a decode peer has ended", extra={"peer": asker, "reason": str(error)})
+            log.info("a decode peer cannot be told", extra={"peer": asker, "reason": str(error)})
+            if has_ended(error):
+                line.up = False
+                self._ends.add(asker)
 
     def _lost(self, push: _Push, reason: object) -> None:
         """The peer sees the end of its connection as well, and nothing is told on a new one: that would say nothing

@@ -54,6 +54,12 @@ Message = Ask | Look | Over
 _READ: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
+def has_ended(error: Exception) -> bool:
+    """Whether NIXL says by this that the connection is closed on our side. Anything else that fails says nothing about
+    bytes that are still to come."""
+    return "REMOTE_DISCONNECT" in str(error)
+
+
 def encode(message: Message) -> bytes:
     return message.model_dump_json().encode()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -103,6 +106,51 @@ async def test_blocks_are_free_when_the_prefill_pod_that_wrote_to_them_is_dead(
         assert all(pool.holds(block, OTHERS) for block in EVERYTHING[1:])
     finally:
         prefill.end()
+
+
+async def test_a_connection_that_is_lost_between_two_that_live_is_made_anew(
+    local: tuple[TransferAgent, WidePool],
+) -> None:
+    agent, pool = local
+    prefill = Remote("prefill/parted", BLOCKS, BLOCK_BYTES)
+    try:
+        for _ in range(3):
+            pulling = await frozen_in_the_middle(agent, pool, prefill)
+            assert shut_connections_to(prefill.process.pid)
+            with pytest.raises(TransferError, match="prefill/parted failed") as failed:
+                await asyncio.wait_for(pulling, 30)
+            assert not isinstance(failed.value, PullCut)
+            ctypes.memset(pool.tensor.data_ptr(), OTHERS, BLOCKS * BLOCK_BYTES)
+            prefill.process.send_signal(signal.SIGCONT)
+            assert await agent.pull(Pull(prefill.peer, 0, [7], 0, [0], b"")) == BLOCK_BYTES
+            assert pool.holds(0, pool.byte(7))
+            assert all(pool.holds(block, OTHERS) for block in EVERYTHING[1:])
+    finally:
+        prefill.end()
+
+
+def shut_connections_to(pid: int) -> int:
+    """How many of this process's TCP connections lead there; they are shut."""
+    ports = {local for local, _, inode in tcp_sockets() if inode in inodes_of(pid)}
+    mine, shut = inodes_of(os.getpid()), 0
+    for _, remote, inode in tcp_sockets():
+        if remote in ports and inode in mine:
+            with socket.socket(fileno=os.dup(mine[inode])) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+                shut += 1
+    return shut
+
+
+def tcp_sockets() -> list[tuple[str, str, str]]:
+    """Local port, remote port and inode of each."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [(row[1].split(":")[1], row[2].split(":")[1], row[9]) for row in rows]
+
+
+def inodes_of(pid: int) -> dict[str, int]:
+    """File descriptors by their socket's inode."""
+    links = {int(fd.name): os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    return {link[8:-1]: fd for fd, link in links.items() if link.startswith("socket:[")}
 
 
 async def frozen_in_the_middle(agent: TransferAgent, pool: WidePool, prefill: Remote) -> asyncio.Task[int]:

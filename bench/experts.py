@@ -48,6 +48,7 @@ from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model.device import DeviceWeights, device_weights
 from glm52_engine.model.exchange import Exchange
 from glm52_engine.ranks.books import Books
+from glm52_engine.ranks.captures import Captures
 from glm52_engine.ranks.collectives import Collectives, LateExchange, serve_store
 from glm52_engine.ranks.crew import Crew
 from glm52_engine.ranks.device import ShardedDeviceExecutor
@@ -144,7 +145,7 @@ def weights_of(size: Size, rank: int, world: int) -> DeviceWeights:
     return device_weights(size.spec, shapes.random_tensors(size.spec, device), device, mine)
 
 
-def host_parts(case: Case, weights: Sequence[DeviceWeights], size: Size) -> HostParts:
+def host_parts(case: Case, weights: Sequence[DeviceWeights], size: Size, captures: Captures) -> HostParts:
     """As `ranks.load` makes them from a checkpoint."""
     spec, seats = size.spec, max(size.rows)
     layout, blocks = KvLayout.of(spec, size.block), seats * size.seat_blocks
@@ -166,7 +167,7 @@ def host_parts(case: Case, weights: Sequence[DeviceWeights], size: Size) -> Host
 
     def joined(place: int, lane: Lane) -> ShardedDeviceExecutor:
         late[place].meet(lane.collectives)
-        executors[place].lane = lane
+        executors[place].meet(lane, captures)
         return executors[place]
 
     def close() -> None:
@@ -174,7 +175,8 @@ def host_parts(case: Case, weights: Sequence[DeviceWeights], size: Size) -> Host
             executor.close()
 
     devices = [torch.device(size.device(rank)) for rank in range(case.world)]
-    return HostParts(Measures(spec, layout, limits, step, None), pools, {}, devices, joined, close=close)
+    measures = Measures(spec, layout, limits, step, None)
+    return HostParts(measures, pools, {}, devices, joined, abandon=captures.abandon, close=close)
 
 
 def _host_memory(count: int, size: Size) -> torch.Tensor:
@@ -241,7 +243,9 @@ def time_step(executor: ShardedDeviceExecutor, rows: int, size: Size) -> tuple[f
 
 
 @torch.inference_mode()
-def time_collectives(collectives: Collectives, device: torch.device, rows: int, size: Size) -> dict[str, float]:
+def time_collectives(
+    collectives: Collectives, captures: Captures, device: torch.device, rows: int, size: Size
+) -> dict[str, float]:
     """Microseconds of one gather and of one swap, as a layer of a decode step has them."""
     spec, world = size.spec, collectives.world
     dtype = getattr(torch, spec.dtype)
@@ -257,15 +261,15 @@ def time_collectives(collectives: Collectives, device: torch.device, rows: int, 
         ("swap", lambda: collectives.swap(parts, back)),
     ):
         run()
-        repeated = _graph(run, device) if size.cuda else lambda run=run: [run() for _ in range(REPEATED)]
+        repeated = _graph(run, device, captures) if size.cuda else lambda run=run: [run() for _ in range(REPEATED)]
         found[name] = 1000 * timed(repeated, size.steps, cuda=size.cuda)[0] / REPEATED
     return found
 
 
-def _graph(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def _graph(run: Callable[[], None], device: torch.device, captures: Captures) -> Callable[[], None]:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with captures.turn(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(REPEATED):
             run()
     torch.cuda.synchronize(device)
@@ -274,7 +278,8 @@ def _graph(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
 
 async def measure(case: Case, weights: Sequence[DeviceWeights], size: Size) -> list[tuple[dict[str, Any], Tokens]]:
     """A row of the table for each number of rows, with the tokens of its prompts."""
-    parts = host_parts(case, weights, size)
+    captures = Captures(case.world)
+    parts = host_parts(case, weights, size, captures)
     store, group = serve_store(LOOPBACK), uuid.uuid4().hex
     crew = Crew(RankSpan("bench", 0, case.world), case.world, parts)
     # What one rank says is held against what the first and the last of all say.
@@ -302,7 +307,7 @@ async def measure(case: Case, weights: Sequence[DeviceWeights], size: Size) -> l
             if case.exchange == "real":
                 alone = await crew._each(
                     [
-                        functools.partial(time_collectives, each.lane.collectives, device, rows, size)
+                        functools.partial(time_collectives, each.lane.collectives, captures, device, rows, size)
                         for each, device in zip(executors, parts.devices, strict=True)
                     ]
                 )

@@ -85,6 +85,7 @@ class Crew:
 
     def leave(self) -> None:
         """Wakes whoever waits in a collective, here and elsewhere, and lets the threads end. Waits for nobody."""
+        self._parts.abandon()
         for member in self._members:
             member.jobs.put(None)
             if member.collectives is not None:

@@ -14,6 +14,7 @@ import torch
 
 from glm52_engine.model.step import Span
 from glm52_engine.ranks.books import bucket_of
+from glm52_engine.ranks.captures import Captures
 from glm52_engine.ranks.lane import Lane
 from glm52_engine.ranks.messages import Flags, Shape
 from glm52_engine.runtime.device.gpus import CountedExecutor
@@ -21,13 +22,19 @@ from glm52_engine.runtime.executor import EagerWork, Work
 
 
 class ShardedDeviceExecutor(CountedExecutor):
-    """See `follower.LockStep`. `lane` is set when the rank meets the others, before `warm_up`."""
+    """See `follower.LockStep`. `meet` comes before `warm_up`."""
 
     lane: Lane
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.shape: Shape | None = None
+
+    def meet(self, lane: Lane, captures: Captures) -> None:
+        """The other ranks are there, and `captures` is shared by those of this process."""
+        self.lane = lane
+        for bucket in self._buckets.values():
+            bucket.turn = captures.turn
 
     @torch.inference_mode()
     def launch(self, spans: Sequence[Span]) -> Work:

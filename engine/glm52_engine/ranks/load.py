@@ -20,6 +20,7 @@ from glm52_engine.kv import Pool
 from glm52_engine.kv.pinning import Pinned, check_memlock
 from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.model import Model
+from glm52_engine.ranks.captures import Captures
 from glm52_engine.ranks.collectives import LateExchange
 from glm52_engine.ranks.experts import ShardedMoe
 from glm52_engine.ranks.follower import LockStep, ShardedExecutor
@@ -42,7 +43,8 @@ T = TypeVar("T")
 class HostParts:
     """`devices`: where each rank of the host computes. `executor`: of the host's rank of that place, counted from 0, on
     its lane to the others; called once, by the rank's thread. `pool_seconds`: that the pools took to get their memory
-    and, for GPUs, to be pinned. `close` lets go of what would outlive the process's own end; when nobody uses it."""
+    and, for GPUs, to be pinned. `abandon`: a rank has failed, and those of this host that wait for it end. `close` lets
+    go of what is pinned, when nobody uses it any more."""
 
     measures: Measures
     pools: list[Pool]
@@ -50,6 +52,7 @@ class HostParts:
     devices: Sequence[torch.device]
     executor: Callable[[int, Lane], LockStep]
     pool_seconds: float = 0.0
+    abandon: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
 
 
@@ -141,7 +144,7 @@ def _on_gpus(
     check_memlock(count * limits.blocks * kv.block_bytes)
     experts = [experts_of(range(r, r + 1), world=world, experts=spec.n_routed_experts) for r in span.ranks]
     exchanges = [LateExchange(rank, world) for rank in span.ranks]
-    together = Together()
+    together, captures = Together(), Captures(count)
 
     def weights(place: int) -> Weights:
         told = together.progress(ProgressLines(f"reading weights for rank {span.first_rank + place}", say))
@@ -178,7 +181,7 @@ def _on_gpus(
 
     def executor(place: int, lane: Lane) -> LockStep:
         exchanges[place].meet(lane.collectives)
-        made[place].lane = lane
+        made[place].meet(lane, captures)
         return made[place]
 
     def close() -> None:
@@ -186,7 +189,8 @@ def _on_gpus(
             each.close()
 
     devices = [torch.device(gpus.device(place)) for place in range(count)]
-    return HostParts(measures, pools, contract, devices, executor, max(pinned.seconds for pinned in pins), close)
+    seconds = max(pinned.seconds for pinned in pins)
+    return HostParts(measures, pools, contract, devices, executor, seconds, captures.abandon, close)
 
 
 class _Abandoned(Exception):

@@ -1,4 +1,4 @@
-"""Ranks of one host load side by side, and the reason of one that fails is told at once; what a sequence begins with."""
+"""Ranks of a host load side by side, and the reason of one that fails is told at once; what a sequence begins with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from glm52_engine.config import ConfigError
 from glm52_engine.ranks.books import running_of, start_of
+from glm52_engine.ranks.captures import Captures
+from glm52_engine.ranks.collectives import CollectiveError
 from glm52_engine.ranks.load import Together
 from glm52_engine.runtime.rank import Running
 from glm52_engine.runtime.types import Sampling, Token
@@ -65,6 +67,40 @@ def test_results_are_in_the_order_of_the_ranks() -> None:
         return "rank 1"
 
     assert Together().each([late, early]) == ["rank 0", "rank 1"]
+
+
+def test_ranks_of_a_process_capture_one_by_one_and_go_on_together() -> None:
+    captures, order = Captures(2), threading.Lock()
+    seen: list[str] = []
+
+    def captured(rank: int) -> None:
+        with captures.turn():
+            for what in ("begins", "ends"):
+                with order:
+                    seen.append(f"{rank} {what}")
+                threading.Event().wait(0.05)
+        with order:
+            seen.append(f"{rank} goes on")
+
+    Together().each([lambda: captured(0), lambda: captured(1)])
+    first, other = seen[0][0], seen[2][0]
+    assert seen[:4] == [f"{first} begins", f"{first} ends", f"{other} begins", f"{other} ends"]
+    assert sorted(seen[4:]) == ["0 goes on", "1 goes on"]
+
+
+def test_a_rank_whose_neighbour_captures_nothing_is_woken() -> None:
+    captures, entered = Captures(2), threading.Event()
+
+    def waits() -> None:
+        with captures.turn():
+            entered.set()
+
+    def gives_up() -> None:
+        assert entered.wait(SECONDS)
+        captures.abandon()
+
+    with pytest.raises(CollectiveError, match="another rank of this host"):
+        Together().each([waits, gives_up])
 
 
 def test_a_rank_is_told_all_that_a_sequence_begins_with() -> None:

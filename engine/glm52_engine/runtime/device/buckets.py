@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ class Bucket:
 
     def __init__(self, step: DecodeStep) -> None:
         self.step = step
+        self.turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Around a capture, once the step has run: where several ranks of a process capture at the same time."""
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         cuda = step.tokens.is_cuda
         # Rows × (token, position, seat): one copy to the device for all that the host decides.
@@ -41,12 +45,13 @@ class Bucket:
         self.step.active.zero_()
         self.step.run(whole=whole)
         if not self.step.tokens.is_cuda:
-            self._turn = int(self.step.turn)
+            with self.turn():
+                self._turn = int(self.step.turn)
             return None
         torch.cuda.synchronize(self.step.tokens.device)
         graph = torch.cuda.CUDAGraph()
         # Another rank's thread may allocate memory meanwhile, which the default mode takes for an error of ours.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with self.turn(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.step.run(whole=whole)
         self._graphs[whole] = graph
         torch.cuda.synchronize(self.step.tokens.device)

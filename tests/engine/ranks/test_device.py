@@ -143,9 +143,7 @@ def test_a_gpu_without_room_for_its_graphs_ends_all_hosts_with_what_it_holds(tmp
         host = made.start_host(1, through=through(full=3))
         leader = made.start_leader(through=through())
         reason = leader.says("failed")["failed"]
-        assert (
-            f"rank host 127.0.0.1:{made.ports[0]} (ranks 2 to 3): rank 3: the 80 GiB of its GPU do not hold" in reason
-        )
+        assert f"127.0.0.1:{made.ports[0]} (ranks 2 to 3): rank 3: the 80 GiB of its GPU do not hold" in reason
         assert "graphs: 3.00 GiB more were asked for" in reason
         for process in (leader, host):
             assert process.gone() == 78

@@ -244,7 +244,7 @@ class Fetched(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Held(_Message):
-    """Whether KV of this host is held for peers, so that its agent has to make progress while they read."""
+    """Whether KV of this host is held for peers, who should not wait for its agent to hear them."""
 
     held: bool
     kind: Literal["held"] = "held"

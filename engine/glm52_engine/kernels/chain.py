@@ -6,6 +6,7 @@ Between sixty short kernels a step would otherwise wait some 1.5 µs at each bor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ def after_previous(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+def for_any(kernel: Any, *numbers: str, alignment: Sequence[str] = ()) -> Any:
+    """The same kernel, compiled once for all values of `numbers` and for tensors of any `alignment`.
+
+    For prefill, where these differ with every prompt: a value of 1 and multiples of 16 would each be compiled when the
+    first request brings them, which then waits for seconds. Decode's graphs never see another value.
+    """
+    return triton.jit(kernel.fn, do_not_specialize=numbers, do_not_specialize_on_alignment=alignment)
 
 
 def _supported() -> bool:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from glm52_engine.kernels.cache_rows import Fp8Rows, Rows
-from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.chain import CHAINED, after_previous, for_any
 from glm52_engine.kernels.rows import split_rows
 
 PROCESSORS = 132
@@ -83,10 +83,13 @@ def _scores(
                 tl.atomic_add(bin_at, 1, mask=inside & (length > top_k)[None, :], sem="relaxed")
 
 
+_scores_any = for_any(_scores, "rows", "table_row", "tiles", alignment=["table"])
+
+
 def scores(
     query: torch.Tensor, head_weights: torch.Tensor, keys: Rows, table: torch.Tensor, lengths: torch.Tensor,
     out: torch.Tensor, *, top_k: int, counts: torch.Tensor | None = None, together: int = 1,
-    block_l: int | None = None, warps: int | None = None, stages: int | None = None,
+    block_l: int | None = None, warps: int | None = None, stages: int | None = None, varying: bool = False,
 ) -> None:  # fmt: skip
     """out[t, p] = sum over heads of weight × relu(query · key of position p), for p < lengths[t].
 
@@ -96,6 +99,7 @@ def scores(
 
     `counts`: the first work space of `top_k`, which then need not read the scores once more to count first digits.
     `together` (a power of two): so many rows at a time belong to one sequence, and share every key that is read.
+    `varying`: all sizes are others each time. Rows of `out` then want to begin at multiples of 16.
     """
     rows, heads, dim = query.shape
     values, scales, _ = split_rows(keys, 0)
@@ -104,7 +108,7 @@ def scores(
     groups, every = triton.cdiv(rows, together), triton.cdiv(out.shape[1], block_l)
     # A program takes tiles in a pipeline, as long as four programs for each multiprocessor are left.
     tiles = max(1, min(16, groups * every // (4 * PROCESSORS)))
-    _scores[(groups, triton.cdiv(every, tiles))](
+    (_scores_any if varying else _scores)[(groups, triton.cdiv(every, tiles))](
         query, head_weights, values, scales, table, lengths, out, counts,
         rows, table.stride(0), values.stride(0), values.stride(1), scales.stride(0), out.stride(0), top_k, tiles,
         HEADS=heads, DIM=dim, BLOCK=values.shape[1], BL=block_l, BR=together, FP8=isinstance(keys, Fp8Rows),
@@ -217,10 +221,13 @@ def _emit(
         tl.store(out + place, page * block_rows + at % BLOCK, chosen)
 
 
+_emit_any = for_any(_emit, "table_row", alignment=["table"])
+
+
 def top_k(
     scores: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, selected: torch.Tensor,
     counts: tuple[torch.Tensor, torch.Tensor], *, block_size: int, block_rows: int, counted: bool = False,
-    block_l: int = 2048,
+    block_l: int = 2048, varying: bool = False,
 ) -> None:  # fmt: skip
     """selected int32 [T, K]: cache rows of the K best positions below lengths[t], ascending by position, then -1.
 
@@ -230,6 +237,8 @@ def top_k(
     Radix selection, 11 bits a pass, with as many programs a row as its context is long; the last pass writes in order
     of position because each program knows what the programs before it choose. Among equal scores the lowest position
     wins: relu makes plateaus of exact zeros, and two ranks, or prefill and decode, must choose the same tokens.
+
+    `varying`: as in `scores`. What is compiled still differs by powers of two of `longest`.
     """
     rows, k = selected.shape
     block = min(block_l, triton.next_power_of_2(max(k, scores.shape[1])))
@@ -242,7 +251,7 @@ def top_k(
         _count[grid](
             scores, lengths, now, scores.stride(0), K=k, STEP=step, BINS=BINS, BL=block, num_warps=warps, **CHAINED,
         )  # fmt: skip
-    _emit[grid](
+    (_emit_any if varying else _emit)[grid](
         scores, lengths, table, now, then, selected, scores.stride(0), table.stride(0), block_rows,
         K=k, BLOCK=block_size, BINS=BINS, PARTS=triton.next_power_of_2(grid[1]), BL=block, num_warps=warps, **CHAINED,
     )  # fmt: skip

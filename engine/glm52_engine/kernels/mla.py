@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from glm52_engine.kernels.cache_rows import Fp8Rows, Rows, group_of
-from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.chain import CHAINED, after_previous, for_any
 from glm52_engine.kernels.rows import _rotated, split_rows
 
 LOG2E = 1.4426950408889634
@@ -75,15 +75,21 @@ def _absorb(
             tl.store(into + d[None, :], x.to(dtype), plain)
 
 
+_absorb_any = for_any(_absorb, "rows")
+
+
 def absorb(
     b: torch.Tensor, kv_b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor,
     index_query: torch.Tensor | None, *, nope: int, value: int, copies: int = 1, block_l: int = 128, warps: int = 4,
+    varying: bool = False,
 ) -> None:  # fmt: skip
     """Rotated queries in the latent space, and rotated index queries of a full layer.
 
     Every query is written `copies` times, for an attention that works on copies: query [T × copies, H, latent + rope].
     b [S, T, H × (nope + rope) (+ index_heads × index_dim)] split products; kv_b [H × (nope + value), latent];
     index_query [T, index_heads, index_dim]. In index heads the FIRST elements rotate.
+
+    `varying`: T is another each time.
     """
     splits, rows, _ = b.shape
     _, heads, width = query.shape
@@ -93,7 +99,7 @@ def absorb(
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     block_l = min(block_l, latent)
     grid = (heads + index_heads, triton.cdiv(latent, block_l) + 1, triton.cdiv(rows, block_m))
-    _absorb[grid](
+    (_absorb_any if varying else _absorb)[grid](
         b, kv_b, cos, sin, query, query if index_query is None else index_query,
         rows, b.stride(0), b.stride(1), nope + rope, nope, latent, heads * (nope + rope),
         SPLITS=splits, HEADS=heads, INDEX_HEADS=max(1, index_heads), INDEX=index_dim, ROPE2=rope // 2, V=value,
@@ -225,7 +231,7 @@ class FlashFp8:
         return attended
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["table"])
 def _widen_rows(
     pool, scales, rest, table, out, pool_row, scale_row, rest_row, table_row, block_rows,
     BLOCK: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
@@ -370,16 +376,22 @@ def _expand(
     tl.store(at, acc.to(out.dtype.element_ty), (m < rows)[None, :] & (v < V)[:, None])
 
 
+_expand_any = for_any(_expand, "rows")
+
+
 def expand(
     attended: torch.Tensor, kv_b: torch.Tensor, out: torch.Tensor, *, nope: int, block_v: int = 128, block_k: int = 128,
-    warps: int = 4, stages: int = 3,
+    warps: int = 4, stages: int = 3, varying: bool = False,
 ) -> None:  # fmt: skip
-    """Values back out of the latent space: attended [T, H, latent], kv_b [H × (nope + V), latent] → out [T, H, V]."""
+    """Values back out of the latent space: attended [T, H, latent], kv_b [H × (nope + V), latent] → out [T, H, V].
+
+    `varying`: T is another each time.
+    """
     rows, heads, latent = attended.shape
     value = out.shape[2]
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     block_v = min(block_v, triton.next_power_of_2(value))
-    _expand[(heads, triton.cdiv(value, block_v), triton.cdiv(rows, block_m))](
+    (_expand_any if varying else _expand)[(heads, triton.cdiv(value, block_v), triton.cdiv(rows, block_m))](
         attended, kv_b, out, rows, nope, latent,
         HEADS=heads, V=value, BM=block_m, BV=block_v, BK=min(block_k, latent), num_warps=warps,
         num_stages=stages, **CHAINED,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from glm52_engine.kernels.cache_rows import LEAST, Fp8Rows, Rows, group_of
-from glm52_engine.kernels.chain import CHAINED, after_previous
+from glm52_engine.kernels.chain import CHAINED, after_previous, for_any
 
 K_NORM_EPS = 1e-6
 
@@ -82,18 +82,23 @@ def _begin(
     tl.store(slots + row, tl.where(row < tl.load(active), slot, -1))
 
 
+# A prompt's table begins wherever its seat's does, and is as wide as its context.
+_begin_any = for_any(_begin, "table_row", alignment=["table"])
+
+
 def begin(
     tokens: torch.Tensor, positions: torch.Tensor, embed: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, active: torch.Tensor, frequencies: torch.Tensor,
     *, block_size: int, block_rows: int, turn: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Embedding, rotation angles and the KV slot of every row; `turn` (int32 scalar, 0 or 1) becomes the other one.
+    """Embedding, rotation angles and the KV slot of every row; `turn` (int32 scalar, 0 or 1) becomes the other one,
+    which only a step of fixed shape has.
 
     tokens, positions int64 [T]; table int32 [T, most blocks]; slots int32 [T]: row of the pool where the token's KV
     goes, -1 for rows at or behind `active` (int32 scalar tensor); cos, sin float32 [T, rope/2].
     """
     rows, dim = hidden.shape
-    _begin[(rows,)](
+    (_begin_any if turn is None else _begin)[(rows,)](
         tokens, positions, embed, hidden, cos, sin, table, slots, active, frequencies, active if turn is None else turn,
         dim, table.stride(0), block_size, block_rows,
         ROPE2=cos.shape[1], BD=triton.next_power_of_2(dim), TURNS=turn is not None, num_warps=8, **CHAINED,

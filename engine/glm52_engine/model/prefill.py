@@ -163,8 +163,9 @@ class Prefill:
         query = normed.new_empty(count, heads, latent + rope)
         index_query = None if keys is None else normed.new_empty(count, spec.index_n_heads, spec.index_head_dim)
         mla.absorb(
-            b, layer.kv_b, place.cos, place.sin, query, index_query, nope=spec.qk_nope_head_dim, value=spec.v_head_dim
-        )
+            b, layer.kv_b, place.cos, place.sin, query, index_query, nope=spec.qk_nope_head_dim, value=spec.v_head_dim,
+            varying=True,
+        )  # fmt: skip
         if keys is not None and index_query is not None:
             self._select(index_query, keys, context, lengths, longest, selected, together)
         out = normed.new_empty(count, heads, latent)
@@ -174,7 +175,7 @@ class Prefill:
         else:
             mla.attend(query, pool.mla[index], selected, lengths, out, None, scale=scale)
         values = normed.new_empty(count, heads, spec.v_head_dim)
-        mla.expand(out, layer.kv_b, values, nope=spec.qk_nope_head_dim)
+        mla.expand(out, layer.kv_b, values, nope=spec.qk_nope_head_dim, varying=True)
         return F.linear(values.flatten(1), self._values(layer.o))
 
     def _select(
@@ -183,7 +184,9 @@ class Prefill:
     ) -> None:  # fmt: skip
         spec, pool = self._weights.spec, self._pool
         stored, table = context.keys(keys.keys, query.dtype)
-        scores = query.new_empty((min(_SCORE_ROWS, len(query)), longest), dtype=torch.float32)
+        # Rows on a grid: of other widths the kernels would be others, and store numbers one by one.
+        scores = query.new_empty((min(_SCORE_ROWS, len(query)), -(-longest // 16) * 16), dtype=torch.float32)
+        scores = scores[:, :longest]
         for first in range(0, len(query), _SCORE_ROWS):
             part = slice(first, first + _SCORE_ROWS)
             # `top_k` zeroes the second buffer only as far as this tile's rows: the next tile may have more.
@@ -191,11 +194,11 @@ class Prefill:
             index_kernels.scores(
                 query[part], keys.head_weights[part], stored, table[part], lengths[part],
                 scores[: len(query[part])],
-                top_k=spec.index_topk, counts=self._counts[0], together=together,
+                top_k=spec.index_topk, counts=self._counts[0], together=together, varying=True,
             )  # fmt: skip
             index_kernels.top_k(
                 scores[: len(query[part])], lengths[part], context.places[part], selected[part], self._counts,
-                block_size=pool.block_size, block_rows=context.block_rows, counted=True,
+                block_size=pool.block_size, block_rows=context.block_rows, counted=True, varying=True,
             )  # fmt: skip
 
     def _context(self, table: torch.Tensor, longest: int) -> _Context:

@@ -51,13 +51,14 @@ class SparsePool:
         first = layout.layers * layout.block_size * layout.mla_row_bytes
         self._host_keys = pool.tensor[:, first : first + layout.block_size * only_keys.token_bytes]
         self._copied = torch.cuda.Event() if self._keys.is_cuda else None
-        if self._keys.is_cuda:
-            self._warm_up()
+        self._warm_up()
 
     def _warm_up(self) -> None:
         """A sequence comes and goes: the first request would wait tens of milliseconds for what that compiles."""
         self.begin(0, [0], arrived=1)
         self.hot.settle({})
+        self.to_host([0])
+        self.settle()
         self.hot.release(0)
         self.hot.residency.counters.zero_()
 

@@ -93,10 +93,11 @@ class ShardedDeviceExecutor(CountedExecutor):
         wanted = [place for place, span in enumerate(spans) if span.wants_logits]
         return EagerWork(logits[wanted] if wanted else self._nothing(), self._bound)
 
-    def _first_steps(self) -> Iterator[Span]:
+    def _first_steps(self) -> Iterator[list[Span]]:
         """Of all ranks at once, with numbers below those of any plan."""
-        for number, span in enumerate(super()._first_steps(), start=-2):
-            count = len(span.tokens)
+        steps = list(super()._first_steps())
+        for number, spans in enumerate(steps, start=-len(steps)):
+            count = sum(len(span.tokens) for span in spans)
             active, prefill = (count,) * self.lane.world, count > 1
             self.shape = Shape(number, bucket_of(count), active, Flags(prefill=prefill))
-            yield span
+            yield spans

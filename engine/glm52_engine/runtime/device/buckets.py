@@ -21,6 +21,27 @@ def bucket_sizes(seats: int) -> list[int]:
     return sizes
 
 
+def warm_sizes(most_rows: int, longest: int, top_k: int) -> list[tuple[int, int]]:
+    """(rows, context) of chunks of prompts for which every other chunk's kernels are compiled.
+
+    Products by head differ by powers of two of the rows up to 64, the selection of `top_k` by powers of two of the
+    context up to `longest`: each size is there once, and no kernel differs by both.
+    """
+    most = min(most_rows, longest)
+    contexts = [min(longest, 1 << (top_k - 1).bit_length())]
+    while contexts[-1] < longest:
+        contexts.append(min(longest, 2 * contexts[-1]))
+    left = [min(count, most) for count, above in ((64, 32), (32, 16)) if most > above]
+    sizes = []
+    for context in contexts:
+        # Many rows as early as may be: the longest contexts have scores enough.
+        count = next((count for count in left if count <= context), None)
+        if count is not None:
+            left.remove(count)
+        sizes.append((count or min(2, most, context), context))
+    return sizes + [(count, longest) for count in left]
+
+
 class Bucket:
     """One `DecodeStep`, its graph, and the buffers in pinned memory through which the host talks to it."""
 

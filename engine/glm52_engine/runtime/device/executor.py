@@ -15,7 +15,8 @@ from glm52_engine.model.exchange import Exchange
 from glm52_engine.model.prefill import Prefill
 from glm52_engine.model.sparse_pool import SparsePool
 from glm52_engine.model.step import Span
-from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes
+from glm52_engine.runtime.device import late
+from glm52_engine.runtime.device.buckets import Bucket, bucket_sizes, warm_sizes
 from glm52_engine.runtime.device.mirror import Mirror
 from glm52_engine.runtime.executor import EagerWork, Work, check_finite, counters_of
 from glm52_engine.runtime.landed import Landed
@@ -68,6 +69,7 @@ class DeviceExecutor:
         self._unpin = unpin
         self._device = weights.embed.device
         self._bound = vocab_bound
+        self._top_k = weights.spec.index_topk
         block = pool.block_size
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with self._here():
@@ -111,8 +113,10 @@ class DeviceExecutor:
                 # The largest first: the others' memory is part of its own.
                 for whole in self._forms():
                     graphs = self._buckets[size].capture(graphs, whole=whole)
-            for span in self._first_steps():
-                check_finite(self.launch([span]).logits)
+            for spans in self._first_steps():
+                check_finite(self.launch(spans).logits)
+        if self._stream is not None:
+            late.watch(self._device)
 
     def enter(self) -> None:
         if self._stream is not None:
@@ -217,13 +221,20 @@ class DeviceExecutor:
             return (False, True)
         return (False,)
 
-    def _first_steps(self) -> Iterator[Span]:
-        """A prompt, where this rank computes any, and one token more; each is launched before the next is asked for."""
+    def _first_steps(self) -> Iterator[list[Span]]:
+        """Prompts, where this rank computes any, and one token more; each is launched before the next is asked for."""
         rows = 0
         if self._prefill is not None:
             rows = min(2 * SHARED_READS + 1, self.pool.block_size)
-            yield Span(0, 0, [0] * rows, True)
-        yield Span(0, max(0, rows - 1), [0], True)
+            yield [Span(0, 0, [0] * rows, True)]
+            longest = self._tables.shape[1] * self.pool.block_size
+            for count, context in warm_sizes(self._prefill.most_rows, longest, self._top_k):
+                # Nobody is there: all blocks of the seat's table are block 0.
+                yield [Span(0, context - count, [0] * count, True)]
+            if self._prefill.most_rows >= 4:
+                # Two sequences whose rows are not read together.
+                yield [Span(0, 0, [0] * 2, True)] * 2
+        yield [Span(0, max(0, rows - 1), [0], True)]
 
     def _settle_contexts(self, spans: Sequence[Span]) -> None:
         """With hot buffers: contexts may come to lie whole with this step, or cease to."""
@@ -249,7 +260,7 @@ class DeviceExecutor:
             raise RuntimeError("a rank with hot buffers was given a prompt to compute: it only decodes")
         device, counts = self._device, [len(span.tokens) for span in spans]
         longest = max(span.end for span in spans)
-        flat = torch.tensor([list(range(sum(counts))), [token for span in spans for token in span.tokens]])
+        tokens = torch.tensor([token for span in spans for token in span.tokens])
         sizes = torch.tensor(counts)
         starts = torch.tensor([span.start for span in spans]).repeat_interleave(sizes)
         ends = sizes.cumsum(0)
@@ -261,8 +272,9 @@ class DeviceExecutor:
             seats = torch.tensor([span.seat for span in spans]).repeat_interleave(sizes)
             table = tables[seats.to(device)]
         aligned = all(count % SHARED_READS == 0 for count in counts[:-1])
+        positions = torch.arange(sum(counts)) - firsts + starts
         return self._prefill.run(
-            flat[1].to(device), (flat[0] - firsts + starts).to(device), table, longest, (ends - 1).to(device),
+            tokens.to(device), positions.to(device), table, longest, (ends - 1).to(device),
             together=SHARED_READS if aligned else 1, bucket=bucket,
         )  # fmt: skip
 

@@ -142,9 +142,9 @@ def resolve(
 _ALONE, _BESIDE = (132, 1024, 8), (12, 1024, 8)
 """Programs, chunks a turn and warps, measured on an H200, beside in whole steps of 32 rows.
 
-Beside compute, every multiprocessor that fetches is one whose own part of a product comes late, and the product ends with
-its last part: rows dealt out over 132 of them, two at a time, cost as much as with no overlap at all, by copies of the
-bulk engine too.
+Beside compute, every multiprocessor that fetches is one whose own part of a product comes late, and the product ends
+with its last part: rows dealt out over 132 of them, two at a time, cost as much as with no overlap at all, by copies of
+the bulk engine too.
 """
 
 _FEW, _MANY = 8, 20 << 20

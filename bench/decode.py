@@ -25,7 +25,8 @@ import torch
 from bench import shapes
 from bench.report import reached
 from glm52_engine.kernels import chain, mla
-from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
+from glm52_engine.model.device import DecodeStep, DevicePool
+from glm52_engine.model.device_weights import DeviceWeights
 from glm52_engine.model.prefill import Prefill
 
 SHAPES = ((1, 4096), (8, 4096), (64, 4096), (8, 16384), (8, 65536))

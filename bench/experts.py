@@ -45,7 +45,7 @@ from bench.report import reached
 from glm52_engine.checkpoint.config import ModelSpec, parse_model_spec
 from glm52_engine.kernels.spread import Travelling
 from glm52_engine.kv import KvLayout, Pool
-from glm52_engine.model.device import DeviceWeights, device_weights
+from glm52_engine.model.device_weights import DeviceWeights, device_weights
 from glm52_engine.model.exchange import Exchange
 from glm52_engine.ranks.books import Books
 from glm52_engine.ranks.captures import Captures
@@ -58,7 +58,7 @@ from glm52_engine.ranks.messages import Join
 from glm52_engine.ranks.spans import RankSpan, experts_of
 from glm52_engine.runtime.device import executor as device_executor
 from glm52_engine.runtime.device.room import Room
-from glm52_engine.runtime.load import Measures
+from glm52_engine.runtime.measures import Measures
 from glm52_engine.runtime.rank import Running, StepLimits
 from glm52_engine.runtime.types import Sampling
 from glm52_engine.schedule import Limits, blocks_for

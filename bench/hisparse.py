@@ -277,7 +277,7 @@ def run(size: Size, spec: ModelSpec, device: str, show: Callable[[str], None]) -
     weights: Any = shapes.random_tensors(spec, device)
     steered.steer(spec, weights)
     if device != "cpu":
-        from glm52_engine.model.device import device_weights
+        from glm52_engine.model.device_weights import device_weights
 
         weights = device_weights(spec, weights, device)
     make = systems(size, device, memory, layout, spec, weights)

@@ -29,7 +29,8 @@ from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.kv.hisparse import HotStep
 from glm52_engine.kv.pinning import Cuda, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import FP8
-from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights, device_weights
+from glm52_engine.model.device import DecodeStep, DevicePool
+from glm52_engine.model.device_weights import DeviceWeights, device_weights
 from glm52_engine.model.prefill import Prefill
 from glm52_engine.model.sparse_pool import SparsePool
 

@@ -14,7 +14,7 @@ from glm52_engine.checkpoint.loader import Weights
 from glm52_engine.checkpoint.quantization import FP8_BLOCK
 from glm52_engine.checkpoint.tensors import expected_tensors, is_fp8
 from glm52_engine.kv import KvLayout
-from glm52_engine.model.device import DeviceWeights, device_weights
+from glm52_engine.model.device_weights import DeviceWeights, device_weights
 from glm52_engine.model.matrix import Matrix
 
 LAYERS = 4

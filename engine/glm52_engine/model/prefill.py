@@ -14,7 +14,8 @@ from glm52_engine.kernels import index as index_kernels
 from glm52_engine.kernels import linear as linear_kernels
 from glm52_engine.kernels import mla, moe, rows
 from glm52_engine.kernels.cache_rows import Rows, load
-from glm52_engine.model.device import DevicePool, DeviceWeights, LayerWeights
+from glm52_engine.model.device import DevicePool
+from glm52_engine.model.device_weights import DeviceWeights, LayerWeights
 from glm52_engine.model.exchange import Exchange, check_experts
 from glm52_engine.model.grouped import gated, grouped_linear
 from glm52_engine.model.matrix import Matrix

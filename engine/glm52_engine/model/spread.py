@@ -7,17 +7,14 @@ either side of a near-tie; and both add what comes back in the order of the rank
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from glm52_engine.kernels import moe, spread
 from glm52_engine.kernels.spread import Travelling
+from glm52_engine.model.device_weights import DeviceWeights, LayerWeights
 from glm52_engine.model.exchange import Exchange
 from glm52_engine.model.grouped import gated, grouped_linear
-
-if TYPE_CHECKING:
-    from glm52_engine.model.device import DeviceWeights, LayerWeights
 
 _RANK_ROWS, _ALL_ROWS = 2048, 16384
 """Most rows of one rank and of all ranks that prefill exchanges at a time."""

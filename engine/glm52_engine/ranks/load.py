@@ -27,7 +27,8 @@ from glm52_engine.ranks.follower import LockStep, ShardedExecutor
 from glm52_engine.ranks.lane import Lane
 from glm52_engine.ranks.messages import Terms
 from glm52_engine.ranks.spans import RankSpan, experts_of
-from glm52_engine.runtime.load import Measures, Options, hot_cache, kv_contract, measure
+from glm52_engine.runtime.load import Options, hot_cache, kv_contract, measure
+from glm52_engine.runtime.measures import Measures
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.runtime.progress import ProgressLines
 from glm52_engine.schedule import blocks_for

@@ -20,6 +20,7 @@ from glm52_engine.model import Model
 from glm52_engine.model.cache import HotCache
 from glm52_engine.runtime.engine import LocalEngine
 from glm52_engine.runtime.executor import Executor, HostExecutor
+from glm52_engine.runtime.measures import Measures
 from glm52_engine.runtime.preflight import check_memory, memory_limit
 from glm52_engine.runtime.progress import ProgressLines
 from glm52_engine.runtime.rank import StepLimits, intra_op_threads
@@ -44,20 +45,6 @@ class Parts:
 
 STEP_TOKENS: dict[Accelerator, int] = {"cpu": 512, "nvidia": 8192}
 """Most rows of one step: what a prompt's chunk costs the decodes beside it, against the products' size."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """What a rank's engine will be like, known from the checkpoint's small files: nothing is loaded for it."""
-
-    spec: ModelSpec
-    kv: KvLayout
-    limits: Limits
-    step: StepLimits
-    hot_rows: int | None
-    """Managed rows of a hot buffer; None without HiSparse."""
-    hot_always: bool = False
-    """Whether contexts never lie whole beside the compute, also where they would fit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from glm52_engine.config import KvCacheDtype
 from glm52_engine.kernels import hisparse, linear, residency
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import Span
-from glm52_engine.model.device import DecodeStep, DeviceWeights, device_weights
+from glm52_engine.model.device import DecodeStep
+from glm52_engine.model.device_weights import DeviceWeights, device_weights
 from glm52_engine.model.sparse_pool import SparsePool, device_bytes
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from tests.engine.checkpoint.support import fp8, quantized, random_tensors, write

@@ -23,7 +23,7 @@ from glm52_engine.kernels import hisparse, mla
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.kv.hisparse import hot
 from glm52_engine.model import Span
-from glm52_engine.model.device import device_weights
+from glm52_engine.model.device_weights import device_weights
 from glm52_engine.ranks.books import bucket_of
 from glm52_engine.ranks.device import ShardedDeviceExecutor
 from glm52_engine.ranks.messages import Flags, Shape

@@ -21,7 +21,7 @@ from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.kv.hisparse import hot
 from glm52_engine.kv.pinning import Cuda, host_slab, pin
 from glm52_engine.model import Model
-from glm52_engine.model.device import device_weights
+from glm52_engine.model.device_weights import device_weights
 from glm52_engine.runtime.device import gpus
 from glm52_engine.runtime.device.buckets import Bucket
 from glm52_engine.runtime.device.executor import DeviceExecutor

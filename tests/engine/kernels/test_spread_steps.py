@@ -16,7 +16,8 @@ from glm52_engine.checkpoint.quantization import Fp8
 from glm52_engine.kernels import linear
 from glm52_engine.kv import KvLayout, Pool
 from glm52_engine.model import spread
-from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights, device_weights
+from glm52_engine.model.device import DecodeStep, DevicePool
+from glm52_engine.model.device_weights import DeviceWeights, device_weights
 from glm52_engine.model.prefill import Prefill
 from glm52_engine.model.sparse_pool import SparsePool
 from tests.engine.checkpoint.support import fp8, quantized, random_tensors, write

@@ -20,7 +20,8 @@ from glm52_engine.kernels import linear, rows
 from glm52_engine.kernels.reference import index_scores, select_top_k
 from glm52_engine.kv import KvLayout
 from glm52_engine.model import Span, prefill
-from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights, LayerWeights, device_weights
+from glm52_engine.model.device import DecodeStep, DevicePool
+from glm52_engine.model.device_weights import DeviceWeights, LayerWeights, device_weights
 from glm52_engine.model.matrix import Matrix
 from tests.engine.checkpoint.support import fp8, quantized, random_tensors, spec_of, write
 from tests.engine.model import support

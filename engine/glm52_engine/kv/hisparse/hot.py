@@ -186,8 +186,9 @@ class HotStep:
     """A decode step's way through the hot buffers, for exactly `batch` rows. Every call only enqueues.
 
     A step calls `begin`, or `begin_whole` where the pool's contexts lie whole, then `fetch` for layer after layer, each
-    time when the layer's new rows are in their places (`newest`) and before its attention, then `end`. `attended` behind
-    a layer's attention is what makes fetches overlap compute; without it each layer waits for its own rows.
+    time when the layer's new rows are in their places (`newest`) and before its attention, then `end`.
+    `attended`, behind a layer's attention, is what makes fetches overlap compute: without it each layer waits for its
+    own rows.
     """
 
     def __init__(self, pool: HotPool, batch: int) -> None:

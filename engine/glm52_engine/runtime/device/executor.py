@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from glm52_engine.kv.pools import Pool
-from glm52_engine.model.device import DecodeStep, DevicePool, DeviceWeights
+from glm52_engine.model.device import DecodeStep, DevicePool
+from glm52_engine.model.device_weights import DeviceWeights
 from glm52_engine.model.exchange import Exchange
 from glm52_engine.model.prefill import Prefill
 from glm52_engine.model.sparse_pool import SparsePool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,16 +13,14 @@ from glm52_engine.checkpoint import Weights
 from glm52_engine.config import ConfigError, RoleConfig
 from glm52_engine.kv.pinning import Cuda, Pinned, gpu_place, host_slab, pin
 from glm52_engine.kv.pools import KvLayout, Pool
-from glm52_engine.model.device import device_weights
+from glm52_engine.model.device_weights import device_weights
 from glm52_engine.model.exchange import Exchange
 from glm52_engine.model.sparse_pool import device_bytes
 from glm52_engine.runtime.device.executor import DeviceExecutor
 from glm52_engine.runtime.device.room import Room
+from glm52_engine.runtime.measures import Measures
 from glm52_engine.schedule import blocks_for
 from glm52_engine.sizing import gib
-
-if TYPE_CHECKING:
-    from glm52_engine.runtime.load import Measures
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,12 @@ from glm52_engine.transfer.agent import (
     Peer,
     Pull,
     PullCut,
-    TransferAgent,
     TransferError,
 )
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice
+from glm52_engine.transfer.lanes import Lanes, chosen_lanes
+from glm52_engine.transfer.pulls import Lane
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,15 @@ there."""
 
 def agent_of(peer: Peer) -> Agent:
     regions = tuple((region.address, region.num_blocks, region.block_bytes) for region in peer.regions)
-    return Agent(peer.name, base64.b64encode(peer.metadata).decode(), regions, peer.first_rank)
+    lanes = tuple((lane.name, base64.b64encode(lane.metadata).decode()) for lane in peer.lanes)
+    return Agent(peer.name, base64.b64encode(peer.metadata).decode(), regions, peer.first_rank, lanes)
 
 
 def peer_of(agent: Agent) -> Peer:
     """Raises ProtocolError for metadata that is no base64."""
-    return Peer(agent.name, bytes_of(agent.metadata), tuple(Region(*r) for r in agent.regions), agent.first_rank)
+    regions = tuple(Region(*r) for r in agent.regions)
+    lanes = tuple(Lane(name, bytes_of(metadata)) for name, metadata in agent.lanes)
+    return Peer(agent.name, bytes_of(agent.metadata), regions, agent.first_rank, lanes=lanes)
 
 
 def fetch_of(number: int, pull: Pull, span: RankSpan) -> Fetch:
@@ -70,18 +74,19 @@ def settle(asked: asyncio.Future[int], answered: Fetched) -> None:
 
 
 class HostAgent:
-    """The agent of one rank host, as its process uses it. `on_notice` is called on the agent's thread."""
+    """The agents of one rank host, as its process uses them. `on_notice` is called on a thread of theirs."""
 
     def __init__(self, pools: Sequence[Pool], span: RankSpan, devices: Choice = EVERY_DEVICE) -> None:
         self.on_notice: Callable[[bytes], None] = lambda notice: None
         self._span = span
         self._held = False
-        self._agent = TransferAgent(
+        self._agent = Lanes(
             f"{host_name()}/{secrets.token_hex(8)}",
             pools,
             on_notice=lambda notice: self.on_notice(notice),
             expects=lambda: self._held,
             devices=devices,
+            count=chosen_lanes(devices),
         )
 
     @property
@@ -125,7 +130,7 @@ class Carrier(Protocol):
 class ReplicaAgent:
     """A `transfer.agent.KvAgent` for all ranks of a replica: the leader's own agent, and those of the rank hosts."""
 
-    def __init__(self, own: TransferAgent, others: Sequence[Agent], carrier: Carrier) -> None:
+    def __init__(self, own: Lanes, others: Sequence[Agent], carrier: Carrier) -> None:
         self.name = own.name
         self._own, self._others, self._carrier = own, tuple(peer_of(other) for other in others), carrier
         self.regions = tuple(itertools.chain(own.regions, *(peer.regions for peer in self._others)))
@@ -144,7 +149,7 @@ class ReplicaAgent:
         self._own.start()
 
     async def pull(self, pull: Pull) -> int:
-        """As `TransferAgent.pull`: a cancellation is let through only when nothing writes to the blocks any more."""
+        """As `Lanes.pull`: a cancellation is let through only when nothing writes to the blocks any more."""
         if pull.local_rank < len(self._own.regions):
             return await self._own.pull(pull)
         asked = self._carrier.fetch(pull)

@@ -97,12 +97,14 @@ class PhaseOver(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Agent(_Message):
-    """See `transfer.agent.Peer`; `metadata` in base64, regions as (address, blocks, bytes of a block)."""
+    """See `transfer.agent.Peer`; `metadata` in base64, regions as (address, blocks, bytes of a block), lanes as (name,
+    metadata)."""
 
     name: str
     metadata: str
     regions: tuple[tuple[int, int, int], ...]
     first_rank: int
+    lanes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from glm52_engine.runtime.ledger import Ledger
 from glm52_engine.runtime.rank import Counters, Event, Running
 from glm52_engine.runtime.record import Record
 from glm52_engine.runtime.types import KvPool
-from glm52_engine.transfer.agent import TransferAgent
+from glm52_engine.transfer.lanes import Lanes
 
 Say = Callable[[str], None]
 
@@ -90,7 +90,7 @@ class ReplicaEngine(LocalEngine):
         self._executors = tuple(coordinator.executors)
         coordinator.on_events = self._post
 
-    def agent(self, own: TransferAgent, on_notice: Callable[[bytes], None]) -> ReplicaAgent:
+    def agent(self, own: Lanes, on_notice: Callable[[bytes], None]) -> ReplicaAgent:
         """For all ranks, from the one that has the leader's own pools."""
         self._coordinator.on_notice = on_notice
         return ReplicaAgent(own, self._coordinator.agents, self._coordinator)

@@ -5,30 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from glm52_engine.config import Accelerator, ConfigError, RoleConfig
+from glm52_engine.runtime.cgroups import MEMBERSHIP, ROOT, limit_files
 from glm52_engine.sizing import GIB, gib, host_memory
 
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2^63."""
 
 
-def memory_limit(
-    *, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> tuple[int, Path] | None:
+def memory_limit(*, root: Path = ROOT, membership: Path = MEMBERSHIP) -> tuple[int, Path] | None:
     """The smallest limit in bytes of this process's memory cgroup and its ancestors, and its file; None without one.
 
     The node's memory is not the answer: a pod that believes it dies of its own limit half-way through its pools.
     """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        lines = []
-    paths = {"": "/", "memory": "/"}
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "" or "memory" in controllers.split(","):
-            paths["memory" if controllers else ""] = path
-    files = _files(root, paths[""], "memory.max") + _files(root / "memory", paths["memory"], "memory.limit_in_bytes")
+    files = limit_files("memory", "memory.max", "memory.limit_in_bytes", root=root, membership=membership)
     found = [(value, file) for file in files if (value := _read_limit(file)) is not None]
     return min(found) if found else None
 
@@ -41,12 +30,6 @@ def check_memory(role: RoleConfig, *, weights: int, accelerator: Accelerator, li
             f"this pod needs {need.explain()}, but its memory limit is {gib(limit[0])} ({limit[1]}): "
             f"raise the limit by {gib(need.per_host - limit[0])}, or lower host_pool_gib or ranks_per_host"
         )
-
-
-def _files(mount: Path, path: str, name: str) -> list[Path]:
-    """The limit file of a cgroup and of every ancestor; in a container the upper ones are often not there."""
-    here = mount / path.lstrip("/")
-    return [folder / name for folder in (here, *here.parents) if folder == mount or mount in folder.parents]
 
 
 def _read_limit(file: Path) -> int | None:

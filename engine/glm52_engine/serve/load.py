@@ -11,7 +11,8 @@ from glm52_engine.config import ConfigError, EngineConfig, Role, StoreConfig
 from glm52_engine.lifecycle.phases import Phases
 from glm52_engine.runtime.types import Engine
 from glm52_engine.tokenizer import Tokenizer
-from glm52_engine.transfer.agent import KvAgent, TransferAgent
+from glm52_engine.transfer.agent import KvAgent
+from glm52_engine.transfer.lanes import Lanes
 
 if TYPE_CHECKING:
     from glm52_engine.offload.store import PrefixStore
@@ -96,8 +97,8 @@ def is_consequence(error: BaseException) -> bool:
     return remote.is_consequence(error)
 
 
-def agent_for(engine: Engine, own: TransferAgent, on_notice: Callable[[bytes], None]) -> KvAgent:
-    """The agent of all ranks: `own` where they are all in this pod."""
+def agent_for(engine: Engine, own: Lanes, on_notice: Callable[[bytes], None]) -> KvAgent:
+    """The agents of all ranks: `own` where they are all in this pod."""
     from glm52_engine.ranks.replica import ReplicaEngine
 
     return engine.agent(own, on_notice) if isinstance(engine, ReplicaEngine) else own

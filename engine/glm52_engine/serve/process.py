@@ -34,11 +34,11 @@ from glm52_engine.serve.metrics import Metrics
 from glm52_engine.serve.pod import Loaded, Pod
 from glm52_engine.sizing import PROPAGATION_SECONDS, startup_budget_seconds, unpin_seconds
 from glm52_engine.structured import GrammarCompiler
-from glm52_engine.transfer.agent import TransferAgent
 from glm52_engine.transfer.devices import chosen_devices
 from glm52_engine.transfer.early import EarlyPulls
 from glm52_engine.transfer.fingerprint import fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
+from glm52_engine.transfer.lanes import Lanes, chosen_lanes
 from glm52_engine.transfer.peers import Puller
 
 log = logging.getLogger(__name__)
@@ -267,8 +267,13 @@ class Process:
         grammars = await in_thread(lambda: GrammarCompiler(tokenizer))
         holder = Holder(engine, self.pod.counters, on_change=self.life.poke)
         name = f"{self.pod.host}/{secrets.token_hex(8)}"
-        own = TransferAgent(
-            name, engine.pools, on_notice=holder.notice_from_agent, expects=holder.expects, devices=devices
+        own = Lanes(
+            name,
+            engine.pools,
+            on_notice=holder.notice_from_agent,
+            expects=holder.expects,
+            devices=devices,
+            count=chosen_lanes(devices),
         )
         agent = agent_for(engine, own, holder.notice_from_agent)
         on_phase("registering the KV pools for transfer")

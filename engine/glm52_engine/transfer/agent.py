@@ -1,4 +1,4 @@
-"""One NIXL agent per pod, owned by one thread: the agent is not thread-safe, and posting a WRITE may copy in the call.
+"""One NIXL agent, owned by one thread: the agent is not thread-safe, and posting a WRITE may copy in the call.
 
 A pull asks the agent that owns the KV to write it here (`pulls`); `pushes` is what that one does.
 
@@ -23,7 +23,7 @@ from glm52_engine.runtime.types import KvPool
 from glm52_engine.transfer.checksums import checksums
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice, apply
-from glm52_engine.transfer.pulls import Job, Peer, Pull, PullCut, Pulls, TransferError
+from glm52_engine.transfer.pulls import Job, Peer, Pull, PullCut, Pulls, TransferError, brought
 from glm52_engine.transfer.pushes import Pushes
 from glm52_engine.transfer.wire import Ask, Look, decode
 
@@ -42,6 +42,9 @@ BUSY_POLL_SECONDS = 0.0005
 NOTICE_POLL_SECONDS = 0.001
 IDLE_POLL_SECONDS = 0.02
 """The first pull after a pause waits that long to be heard of."""
+
+AWAKE_SECONDS = 0.05
+"""For what an agent was woken for to come: peers ask all lanes at the same time."""
 
 EVERY_DEVICE = Choice()
 
@@ -91,7 +94,8 @@ class KvAgent(Protocol):
 class TransferAgent:
     """`on_notice` runs on the agent's thread, once per finished pull of a peer, with the bytes the peer attached.
 
-    `expects`: whether a peer may ask soon, and should not have to wait.
+    `expects`: whether a peer may ask soon, and should not have to wait. `on_ask`: on the agent's thread, of what a peer
+    asks for, before it begins.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class TransferAgent:
         on_notice: Callable[[bytes], None],
         expects: Callable[[], bool],
         devices: Choice = EVERY_DEVICE,
+        on_ask: Callable[[Ask], None] = lambda ask: None,
     ) -> None:
         self.name = name
         self.regions = tuple(Region(pool.tensor.data_ptr(), pool.num_blocks, pool.block_bytes) for pool in pools)
@@ -109,6 +114,8 @@ class TransferAgent:
         self._pools = pools
         self._on_notice = on_notice
         self._expects = expects
+        self._on_ask = on_ask
+        self._awake_until = 0.0
         self._devices = devices
         self._inbox: queue.SimpleQueue[Job | _Call | _Cut | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -133,25 +140,23 @@ class TransferAgent:
         call.done.result()
 
     async def pull(self, pull: Pull, *, seconds: float = PULL_SECONDS) -> int:
-        """Has the blocks written here, returns the bytes. When it returns or raises, nothing writes to the local blocks
-        any more, except after PullCut.
+        """Has the blocks written here, returns the bytes: see `pulls.brought`."""
+        return await brought([self.ask(pull, seconds=seconds)])
 
-        A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
-        """
+    def ask(self, pull: Pull, *, seconds: float = PULL_SECONDS) -> Job:
+        """Begins a pull; from any thread. What is wrong is told by the job."""
         job = Job(pull, Future(), time.monotonic() + seconds)
-        self._hand_over(job)
-        future, over = asyncio.wrap_future(job.done), asyncio.wrap_future(job.over)
-        cancelled: asyncio.CancelledError | None = None
-        while not (future.done() if cancelled is None else over.done()):
-            try:
-                await asyncio.wait([future if cancelled is None else over])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            if future.done():
-                future.exception()  # nobody asks for it any more
-            raise cancelled
-        return future.result()
+        try:
+            self._hand_over(job)
+        except TransferError as error:
+            job.end(str(error))
+        return job
+
+    def wake(self) -> None:
+        """A peer is about to ask, and should not have to wait; from any thread."""
+        self._awake_until = time.monotonic() + AWAKE_SECONDS
+        with contextlib.suppress(TransferError):
+            self._hand_over(_Call(lambda: None))
 
     def cut(self, peer: str, reason: str) -> None:
         with contextlib.suppress(TransferError):
@@ -216,7 +221,8 @@ class TransferAgent:
             return IDLE_POLL_SECONDS
         if self._pushes.busy or self._pulls.waited_for:
             return BUSY_POLL_SECONDS
-        return NOTICE_POLL_SECONDS if self._pulls.open or self._expects() else IDLE_POLL_SECONDS
+        soon = self._pulls.open or self._expects() or time.monotonic() < self._awake_until
+        return NOTICE_POLL_SECONDS if soon else IDLE_POLL_SECONDS
 
     def _open(self) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -248,6 +254,7 @@ class TransferAgent:
             log.warning("a notification that is none of ours", extra={"peer": peer, "notification": message[:100]})
             return
         if isinstance(said, Ask):
+            self._on_ask(said)
             pushes.ask(peer, said)
         elif isinstance(said, Look):
             pushes.look(peer, said)

@@ -24,7 +24,7 @@ from glm52_engine.transfer.fingerprint import Fingerprint, difference
 from glm52_engine.transfer.heartbeats import At, Beat, Claim, Heartbeats, PeerGone
 from glm52_engine.transfer.hold import TransferCounters, notice
 from glm52_engine.transfer.lease import prompt_digest
-from glm52_engine.transfer.pulls import Peer, Pull, TransferError
+from glm52_engine.transfer.pulls import Lane, Peer, Pull, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +53,20 @@ class KvReference(_Message):
     fingerprint: Fingerprint
 
 
+class LaneCard(_Message):
+    name: str
+    metadata: str
+
+
 class AgentCard(_Message):
-    """Answer of GET /internal/v1/kv/agent."""
+    """Answer of GET /internal/v1/kv/agent. `lanes`: its further agents, none in pods of before there were any."""
 
     name: str
     metadata: str
     regions: list[tuple[int, int, int]]
     first_rank: int = Field(0, ge=0)
     others: list[AgentCard] = []
+    lanes: list[LaneCard] = []
 
     def peer(self) -> Peer:
         return Peer(
@@ -69,6 +75,7 @@ class AgentCard(_Message):
             tuple(Region(*region) for region in self.regions),
             self.first_rank,
             tuple(other.peer() for other in self.others),
+            tuple(Lane(lane.name, base64.b64decode(lane.metadata, validate=True)) for lane in self.lanes),
         )
 
 
@@ -79,6 +86,7 @@ def agent_card(peer: Peer) -> AgentCard:
         regions=[(r.address, r.num_blocks, r.block_bytes) for r in peer.regions],
         first_rank=peer.first_rank,
         others=[agent_card(other) for other in peer.others],
+        lanes=[LaneCard(name=lane.name, metadata=base64.b64encode(lane.metadata).decode()) for lane in peer.lanes],
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,9 +38,17 @@ class PullCut(TransferError):
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """A further agent of a pod: it has the pools of the first one registered, and a thread of its own."""
+
+    name: str
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """An agent and the pools that it has registered: those of the ranks from `first_rank` on. `others`: agents of
-    further hosts of the same replica, for their ranks.
+    further hosts of the same replica, for their ranks. `lanes`: further agents of the same pools.
 
     Its name is new with every start of its process: an old incarnation cannot be mistaken for it.
     """
@@ -48,6 +58,7 @@ class Peer:
     regions: tuple[Region, ...]
     first_rank: int = 0
     others: tuple[Peer, ...] = ()
+    lanes: tuple[Lane, ...] = ()
 
     def holding(self, rank: int) -> Peer:
         """The agent that has this rank's pool. Raises ValueError."""
@@ -56,6 +67,14 @@ class Peer:
                 return peer
         ranks = sum(len(peer.regions) for peer in (self, *self.others))
         raise ValueError(f"rank {rank} of a peer with {ranks}")
+
+    def by_lane(self, number: int) -> Peer:
+        """The same pools by another of its agents, 0 being its own. What cuts pulls from this peer cuts those as well:
+        they go by its name. Not for `others`, which have lanes of their own."""
+        if not number:
+            return self
+        lane = self.lanes[number - 1]
+        return Peer(self.name, b"", (), others=(Peer(lane.name, lane.metadata, self.regions, self.first_rank),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +111,62 @@ class Job:
     def cut(self, message: str) -> None:
         if not self.done.done():
             self.done.set_exception(PullCut(message, self.over))
+
+
+async def brought(jobs: Sequence[Job]) -> int:
+    """The bytes of one pull, of which these are the parts. When it returns or raises, nothing writes to the local
+    blocks any more, except after PullCut: a part that fails fails the pull, and says nothing about bytes of the others.
+
+    A cancellation is let through only then: freeing the blocks earlier would let late bytes hit their next owner.
+    """
+    parts = [asyncio.wrap_future(job.done) for job in jobs]
+    over = asyncio.wrap_future(all_over(jobs))
+    for part in parts:
+        part.add_done_callback(_noticed)
+    cancelled: asyncio.CancelledError | None = None
+    while not (_settled(parts) if cancelled is None else over.done()):
+        try:
+            if cancelled is None:
+                await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            else:
+                await asyncio.wait([over])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    errors = [why for part in parts if part.done() and (why := part.exception()) is not None]
+    if not errors:
+        return sum(part.result() for part in parts)
+    if len(jobs) == 1 or (all(part.done() for part in parts) and not any(isinstance(why, PullCut) for why in errors)):
+        raise errors[0]
+    raise PullCut(str(errors[0]), all_over(jobs))
+
+
+def all_over(jobs: Sequence[Job]) -> Future[None]:
+    """Done when nothing writes to the local blocks of any of them."""
+    over: Future[None] = Future()
+    # Each job ends on the thread of its own agent.
+    gate = threading.Lock()
+
+    def ended(of: Future[None]) -> None:
+        with gate:
+            if not over.done() and all(job.over.done() for job in jobs):
+                over.set_result(None)
+
+    for job in jobs:
+        job.over.add_done_callback(ended)
+    return over
+
+
+def _settled(parts: Sequence[asyncio.Future[int]]) -> bool:
+    done = [part for part in parts if part.done()]
+    return len(done) == len(parts) or any(part.exception() is not None for part in done)
+
+
+def _noticed(part: asyncio.Future[int]) -> None:
+    """Another part has failed before, or who waited has gone: nobody asks for this one's error any more."""
+    if not part.cancelled():
+        part.exception()
 
 
 class Pulls:

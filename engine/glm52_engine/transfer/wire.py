@@ -49,7 +49,19 @@ class Over(_Said):
     error: str = ""
 
 
+class Part(_Said):
+    """The notice of one of `of` parts of a pull, each asked of another lane. `pull`: which one, of all that this pod
+    hears of. `notice`: of the whole, for when all parts are written."""
+
+    pull: str
+    of: int = Field(ge=1)
+    notice: bytes
+
+
 Message = Ask | Look | Over
+
+_PART = b"part "
+"""Before a Part: notices of whole pulls have no form that is known here."""
 
 _READ: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
@@ -67,3 +79,17 @@ def encode(message: Message) -> bytes:
 def decode(raw: bytes) -> Message:
     """Raises ValueError for what is none of these."""
     return _READ.validate_json(raw)
+
+
+def encode_part(part: Part) -> bytes:
+    return _PART + part.model_dump_json().encode()
+
+
+def decode_part(notice: bytes) -> Part | None:
+    """None for the notice of a whole pull."""
+    if not notice.startswith(_PART):
+        return None
+    try:
+        return Part.model_validate_json(notice[len(_PART) :])
+    except ValueError:
+        return None

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from glm52_engine.ranks.kv import ReplicaAgent, agent_of
+from glm52_engine.ranks.kv import ReplicaAgent, agent_of, fetch_of, peer_of
+from glm52_engine.ranks.messages import Fetch, decode, encode
+from glm52_engine.ranks.spans import RankSpan
 from glm52_engine.transfer.agent import Peer, Pull, PullCut, TransferError
 from glm52_engine.transfer.descriptors import Region
+from glm52_engine.transfer.pulls import Lane
 from tests.engine.runtime.support import eventually
 
 SOURCE = Peer("chat-prefill-0/a", b"", (Region(0, 4, 8),))
@@ -50,6 +53,13 @@ def pulled(agent: ReplicaAgent, rank: int) -> asyncio.Task[int]:
 
 async def begun(carrier: Carrier, count: int = 1) -> None:
     await eventually(lambda: len(carrier.asked) == count)
+
+
+def test_a_rank_host_learns_of_every_lane_of_the_peer() -> None:
+    peer = Peer("chat-prefill-1/a", b"\x00one", (Region(0, 4, 8),), 3, (), (Lane("chat-prefill-1/a.1", b"\xfftwo"),))
+    asked = decode(encode(fetch_of(1, Pull(peer, 3, [0], 2, [1], b""), RankSpan("chat-decode-2", 2, 1))))
+    assert isinstance(asked, Fetch)
+    assert peer_of(asked.peer) == peer
 
 
 async def test_a_cut_is_told_at_once_with_host_and_reason_and_the_blocks_stay_booked() -> None:

@@ -239,7 +239,7 @@ async def test_a_transfer_thread_that_died_ends_the_process(build: Builder, word
     pod = await build.pod("decode", FakeEngine())
     loaded = pod.process.pod.loaded
     assert loaded is not None
-    loaded.agent._inbox.put("nonsense")  # type: ignore[attr-defined]
+    loaded.agent._agents[-1]._inbox.put("nonsense")  # type: ignore[attr-defined]
     assert await asyncio.wait_for(pod.task, 5) == CODES[Outcome.CRASHED]
     assert "KV transfer" in last_words(words).message
 

@@ -1,6 +1,6 @@
 """A prefill pod's transfer agent in a process of its own: prints its card, then each notice; ends with its stdin.
 
-With a third argument its blocks have so many bytes, as in a `WidePool`.
+With a third argument that is not 0 its blocks have so many bytes, as in a `WidePool`; a fourth says how many lanes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-from glm52_engine.transfer.agent import TransferAgent
+from glm52_engine.transfer.lanes import Lanes
 from glm52_engine.transfer.peers import agent_card
 from tests.engine.serve.fakes import FakePool, Memory
 
@@ -40,7 +40,7 @@ class WidePool(FakePool):
             pass
 
 
-def main(name: str, blocks: int, block_bytes: int) -> None:
+def main(name: str, blocks: int, block_bytes: int, lanes: int) -> None:
     if block_bytes:
         wide = WidePool(blocks, block_bytes)
         wide.fill()
@@ -52,7 +52,7 @@ def main(name: str, blocks: int, block_bytes: int) -> None:
     def say(notice: bytes) -> None:
         print("NOTICE " + notice.decode(), flush=True)
 
-    agent = TransferAgent(name, [pool], on_notice=say, expects=lambda: True)
+    agent = Lanes(name, [pool], on_notice=say, expects=lambda: True, count=lanes)
     agent.start()
     print("CARD " + agent_card(agent.described).model_dump_json(), flush=True)
     sys.stdin.read()

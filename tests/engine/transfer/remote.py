@@ -50,7 +50,7 @@ class Process:
 
 
 class Remote(Process):
-    def __init__(self, name: str, blocks: int = BLOCKS, block_bytes: int = 0) -> None:
-        super().__init__("peer", name, blocks, block_bytes)
+    def __init__(self, name: str, blocks: int = BLOCKS, block_bytes: int = 0, lanes: int = 1) -> None:
+        super().__init__("peer", name, blocks, block_bytes, lanes)
         self.card = self.line("CARD ").strip()
         self.peer = AgentCard.model_validate_json(self.card).peer()

@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
+from glm52_engine.transfer import parts
 from glm52_engine.transfer.agent import Peer, Pull, PullCut, TransferAgent, TransferError
+from glm52_engine.transfer.lanes import Lanes
 from tests.engine.serve.fakes import FakePool
 from tests.engine.transfer.remote import BLOCKS, Remote
 
@@ -98,15 +100,17 @@ async def test_a_frozen_peer_ends_at_the_deadline_a_dead_one_at_once_and_its_suc
         successor.end()
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
 async def test_a_pull_that_is_cut_is_told_at_once_and_its_blocks_are_free_when_no_byte_can_come(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lanes: int
 ) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
     # Over TCP a peer has to help: from a frozen one nothing comes, and its connection stays.
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     pool = FakePool(BLOCKS)
-    agent = TransferAgent("decode/by-tcp", [pool], on_notice=lambda notice: None, expects=lambda: False)
+    agent = Lanes("decode/by-tcp", [pool], on_notice=lambda notice: None, expects=lambda: False, count=lanes)
     await asyncio.to_thread(agent.start)
-    frozen = Remote("prefill/by-tcp")
+    frozen = Remote("prefill/by-tcp", lanes=lanes)
     everything = list(range(BLOCKS))
     try:
         assert await agent.pull(pull(frozen.peer, [0], [0])) == pool.block_bytes

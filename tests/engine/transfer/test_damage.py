@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from glm52_engine.transfer.agent import Pull, TransferAgent
+from glm52_engine.transfer.agent import Pull
 from glm52_engine.transfer.checksums import checksums, damage
 from glm52_engine.transfer.descriptors import Region
+from glm52_engine.transfer.lanes import Lanes
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder
 from tests.engine.serve.fakes import FakeEngine, FakePool, expected_text
+from tests.engine.transfer.conftest import BY_LANES
 
 
 @pytest_asyncio.fixture
@@ -26,9 +28,9 @@ async def build(monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path) -> Async
 def spoil(monkeypatch: pytest.MonkeyPatch, engines: list[FakeEngine], times: int) -> list[int]:
     """One bit of the last byte of that many pulls changes after the READ; gives the blocks in which it did."""
     spoiled: list[int] = []
-    pull = TransferAgent.pull
+    pull = Lanes.pull
 
-    async def flips(self: TransferAgent, asked: Pull, **more: Any) -> int:
+    async def flips(self: Lanes, asked: Pull, **more: Any) -> int:
         size = await pull(self, asked, **more)
         pool = next(e.pool for e in engines if e.pool.tensor.data_ptr() == self.regions[0].address)
         if len(spoiled) < times:
@@ -38,7 +40,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, engines: list[FakeEngine], times: int
             spoiled.append(last)
         return size
 
-    monkeypatch.setattr(TransferAgent, "pull", flips)
+    monkeypatch.setattr(Lanes, "pull", flips)
     return spoiled
 
 
@@ -47,6 +49,8 @@ async def deployed(build: Builder) -> tuple[Deployment, list[FakeEngine]]:
     return await build.deployment([FakeEngine(), FakeEngine()], decode), decode
 
 
+@pytest.mark.usefixtures("pods_of_lanes")
+@BY_LANES
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_flipped_bit_is_noticed_and_the_prompt_computed_anew(
     build: Builder, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -63,6 +67,8 @@ async def test_a_flipped_bit_is_noticed_and_the_prompt_computed_anew(
     await made.idle()
 
 
+@pytest.mark.usefixtures("pods_of_lanes")
+@BY_LANES
 async def test_bits_that_flip_every_time_are_an_error_that_names_the_block(
     build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,15 @@ import pytest_asyncio
 from glm52_engine.route import proxy
 from glm52_engine.serve.pod import Loaded
 from glm52_engine.transfer import early
-from glm52_engine.transfer.agent import Pull, PullCut, TransferAgent, TransferError
+from glm52_engine.transfer.agent import Pull, PullCut, TransferError
 from glm52_engine.transfer.heartbeats import PeerGone
+from glm52_engine.transfer.lanes import Lanes
 from glm52_engine.transfer.peers import ProgressCall, ProgressCard, Puller
 from tests.engine.serve.deployment import Answer, Builder, Deployment, RunningPod, body, builder, until
 from tests.engine.serve.fakes import BLOCK_SIZE, TOKEN_BYTES, FakeEngine, expected_text
+from tests.engine.transfer.conftest import BY_LANES
+
+pytestmark = [BY_LANES, pytest.mark.usefixtures("pods_of_lanes")]
 
 CHUNK = 3 * BLOCK_SIZE
 PROMPT = [ord("a") + index % 26 for index in range(3 * CHUNK + 5)]
@@ -127,15 +131,15 @@ async def test_a_client_that_leaves_frees_the_seat_that_was_taken_early(made: Ma
 
 async def test_a_read_under_way_is_waited_for_and_not_repeated(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is done before its second part has come."""
-    go, pull, pulls = asyncio.Event(), TransferAgent.pull, []
+    go, pull, pulls = asyncio.Event(), Lanes.pull, []
 
-    async def slow(self: TransferAgent, asked: Pull, **more: Any) -> int:
+    async def slow(self: Lanes, asked: Pull, **more: Any) -> int:
         pulls.append(len(asked.remote_ids))
         if len(pulls) == 2:
             await go.wait()
         return await pull(self, asked, **more)
 
-    monkeypatch.setattr(TransferAgent, "pull", slow)
+    monkeypatch.setattr(Lanes, "pull", slow)
     asking = made.asks()
     made.step()
     await made.early_are(CHUNK // BLOCK_SIZE)
@@ -151,15 +155,15 @@ async def test_a_read_under_way_is_waited_for_and_not_repeated(made: Made, monke
 
 
 async def test_a_part_that_fails_is_read_anew_with_everything_else(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    pull, failed = TransferAgent.pull, []
+    pull, failed = Lanes.pull, []
 
-    async def fails(self: TransferAgent, asked: Pull, **more: Any) -> int:
+    async def fails(self: Lanes, asked: Pull, **more: Any) -> int:
         if b'"part"' in asked.notice and made.early():
             failed.append(asked)
             raise TransferError("the link is down")
         return await pull(self, asked, **more)
 
-    monkeypatch.setattr(TransferAgent, "pull", fails)
+    monkeypatch.setattr(Lanes, "pull", fails)
     asking = made.asks()
     made.step()
     await made.early_are(CHUNK // BLOCK_SIZE)
@@ -176,15 +180,15 @@ async def test_a_part_that_is_cut_keeps_its_blocks_until_no_byte_can_come(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over: Future[None] = Future()
-    pull, cut = TransferAgent.pull, []
+    pull, cut = Lanes.pull, []
 
-    async def hangs(self: TransferAgent, asked: Pull, **more: Any) -> int:
+    async def hangs(self: Lanes, asked: Pull, **more: Any) -> int:
         if b'"part"' in asked.notice:
             cut.append(asked)
             raise PullCut("it was cut", over)
         return await pull(self, asked, **more)
 
-    monkeypatch.setattr(TransferAgent, "pull", hangs)
+    monkeypatch.setattr(Lanes, "pull", hangs)
     asking = made.asks()
     made.step()
     await until("the first part is cut", lambda: len(cut) == 1)
@@ -222,9 +226,9 @@ async def test_a_part_is_cut_when_prefill_says_nothing_any_more(
     monkeypatch.setattr(early, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(early, "SILENCE_SECONDS", 0.2)
     over: Future[None] = Future()
-    begun, ended, pull, progress = asyncio.Event(), asyncio.Event(), TransferAgent.pull, Puller.progress
+    begun, ended, pull, progress = asyncio.Event(), asyncio.Event(), Lanes.pull, Puller.progress
 
-    async def hangs(self: TransferAgent, asked: Pull, **more: Any) -> int:
+    async def hangs(self: Lanes, asked: Pull, **more: Any) -> int:
         if b'"part"' not in asked.notice:
             return await pull(self, asked, **more)
         begun.set()
@@ -236,11 +240,11 @@ async def test_a_part_is_cut_when_prefill_says_nothing_any_more(
             return await progress(self, address, call)
         raise PeerGone("refused") if why == "gone" else TransferError("no answer")
 
-    def cut(self: TransferAgent, peer: str, reason: str) -> None:
+    def cut(self: Lanes, peer: str, reason: str) -> None:
         ended.set()
 
-    monkeypatch.setattr(TransferAgent, "pull", hangs)
-    monkeypatch.setattr(TransferAgent, "cut", cut)
+    monkeypatch.setattr(Lanes, "pull", hangs)
+    monkeypatch.setattr(Lanes, "cut", cut)
     monkeypatch.setattr(Puller, "progress", nothing)
     asking = made.asks()
     made.step()

@@ -14,8 +14,9 @@ import pytest_asyncio
 
 from glm52_engine.serve.pod import Loaded
 from glm52_engine.transfer import rates
-from glm52_engine.transfer.agent import Pull, PullCut, TransferAgent, TransferError
+from glm52_engine.transfer.agent import Pull, PullCut, TransferError
 from glm52_engine.transfer.heartbeats import Heartbeats
+from glm52_engine.transfer.lanes import Lanes
 from glm52_engine.transfer.peers import KvReference
 from tests.engine.serve.deployment import Deployment, Handoff, RunningPod, body, builder, families, until
 from tests.engine.serve.fakes import FakeEngine
@@ -100,17 +101,17 @@ async def test_a_lease_that_is_lost_during_a_pull_ends_it(made: Deployment, monk
     over: Future[None] = Future()
     cuts: list[tuple[str, str]] = []
 
-    async def hangs(self: TransferAgent, pull: Pull) -> int:
+    async def hangs(self: Lanes, pull: Pull) -> int:
         begun.set()
         await ended.wait()
         raise PullCut(cuts[0][1], over)
 
-    def cut(self: TransferAgent, peer: str, reason: str) -> None:
+    def cut(self: Lanes, peer: str, reason: str) -> None:
         cuts.append((peer, reason))
         ended.set()
 
-    monkeypatch.setattr(TransferAgent, "pull", hangs)
-    monkeypatch.setattr(TransferAgent, "cut", cut)
+    monkeypatch.setattr(Lanes, "pull", hangs)
+    monkeypatch.setattr(Lanes, "cut", cut)
     hand = Handoff(made)
     call = await hand.prefill()
     asking = asyncio.create_task(hand.decode(call))

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_engine.runtime.cores import usable_cores
-from glm52_engine.transfer.agent import PULL_SECONDS, Pull, PullCut, TransferError
+from glm52_engine.transfer.agent import PULL_SECONDS, Pull, PullCut, TransferAgent, TransferError
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice
 from glm52_engine.transfer.lanes import Lanes, how_many
 from glm52_engine.transfer.parts import FORGOTTEN_SECONDS, Gathering, parts_of, split
 from glm52_engine.transfer.peers import AgentCard, agent_card
 from glm52_engine.transfer.pulls import Job, Lane, Peer, brought
-from glm52_engine.transfer.wire import Part, decode_part, encode_part
+from glm52_engine.transfer.wire import Ask, Part, decode_part, encode_part
 from tests.engine.runtime.support import eventually
 from tests.engine.transfer.peer import WidePool
 from tests.engine.transfer.remote import Remote
@@ -251,6 +251,18 @@ async def test_pods_that_go_away_end_their_pulls_and_take_no_new_ones(remote: Re
         assert not any(each._thread.is_alive() for each in agent._agents)
         with pytest.raises(TransferError, match="going away"):
             await agent.pull(Pull(remote.peer, 0, EVERYTHING, 0, EVERYTHING, b""))
+
+
+@pytest.mark.parametrize(("notice", "woken"), [(encode_part(Part(pull="d#1", of=3, notice=b"")), [1, 2]), (b"{}", [])])
+def test_lanes_that_do_not_look_out_are_woken_for_their_parts(
+    monkeypatch: pytest.MonkeyPatch, notice: bytes, woken: list[int]
+) -> None:
+    made = Lanes("p/1", [WidePool(1, 1)], on_notice=lambda notice: None, expects=lambda: True, count=4)
+    found: list[TransferAgent] = []
+    monkeypatch.setattr(TransferAgent, "wake", lambda agent: found.append(agent))
+    asked = Ask(number=1, life=1, metadata=b"", rank=0, into=(0, 1, 1), runs=[(0, 0, 1)], notice=notice)
+    made._agents[0]._on_ask(asked)
+    assert found == [made._agents[number] for number in woken]
 
 
 async def test_a_lane_whose_thread_ends_is_a_failure_of_the_pod() -> None:

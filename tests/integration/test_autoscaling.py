@@ -32,7 +32,9 @@ class Load:
 
     def uses(self, namespace: str, pods: list[Object]) -> dict[str, int]:
         self.asked |= {pod["metadata"]["name"] for pod in pods}
-        ready = [pod["metadata"]["name"] for pod in pods if _is_ready(pod)]
+        # One that is being deleted counts for nothing to the autoscaler, ready or not: with work on it the others would
+        # seem to have less, and one of them would be too many.
+        ready = [pod["metadata"]["name"] for pod in pods if _is_ready(pod) and _stays(pod)]
         return dict.fromkeys(ready, self.replicas * 1000 // max(len(ready), 1))
 
 
@@ -115,6 +117,10 @@ def test_decode_follows_its_load_and_nothing_flaps(
 def _is_ready(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions", [])
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def _stays(pod: Object) -> bool:
+    return "deletionTimestamp" not in pod["metadata"]
 
 
 def _generation(obj: Object | None) -> int:

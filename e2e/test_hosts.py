@@ -150,23 +150,27 @@ def test_a_host_that_is_killed_restarts_its_replica_as_one(hosts: Kubectl, clust
     send_signal(cluster, victim, "KILL")
     until("a crash is told", lambda: status(hosts).get("crashes"), timeout=60, last=lambda: status(hosts))
     wait_anew(hosts, before)
-    (crash,) = status(hosts)["crashes"]
-    assert (crash["pod"], crash["reason"], crash["exitCode"], crash["rank"]) == (HOST, "Killed", 137, 1)
+    crashes = status(hosts)["crashes"]
+    (crash,) = [each for each in crashes if each["pod"] == HOST]
+    assert (crash["reason"], crash["exitCode"], crash["rank"]) == ("Killed", 137, 1)
     assert crash["node"] == victim["spec"]["nodeName"]
+    # A kubelet may have started the container again just before it hears that the pod is to go, and then ends it only
+    # with its grace period: the new leader has met it by then, and falls once more.
+    assert all((each["pod"], each["reason"]) == (LEADER, "HostLost") for each in crashes if each is not crash), crashes
     (counted,) = status(hosts)["restarts"]
-    assert (counted["replica"], counted["count"]) == (LEADER, 1)
+    assert (counted["replica"], counted["count"]) == (LEADER, len(crashes))
     assert complete(hosts, [50, 51])
 
 
 def test_a_host_that_hangs_is_found_by_its_leader(hosts: Kubectl, cluster: Cluster) -> None:
-    before = uids(hosts)
+    before, (counted,) = uids(hosts), status(hosts)["restarts"]
     send_signal(cluster, pods(hosts)[HOST], "STOP")
     wait_anew(hosts, before)
     crash = status(hosts)["crashes"][0]
     assert (crash["pod"], crash["reason"], crash["exitCode"], crash["rank"]) == (LEADER, "HostLost", 70, 1)
     assert crash["marker"] == f"CRASH_{LEADER}"
     assert "silent" in crash["message"]
-    assert [entry["count"] for entry in status(hosts)["restarts"]] == [2]
+    assert [entry["count"] for entry in status(hosts)["restarts"]] == [counted["count"] + 1]
 
 
 def test_nothing_is_left_of_it(hosts: Kubectl) -> None:

@@ -40,7 +40,7 @@ from glm52_engine.ranks.remote import RemoteHost, ReplicaFailed
 from glm52_engine.ranks.spans import LOCAL, RankHost, RankSpan
 from glm52_engine.runtime.executor import Executor
 from glm52_engine.runtime.rank import Event, Running
-from glm52_engine.transfer.agent import Pull
+from glm52_engine.transfer.pulls import Pull
 
 log = logging.getLogger(__name__)
 

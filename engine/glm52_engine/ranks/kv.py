@@ -19,17 +19,11 @@ from glm52_engine.lifecycle.termination import host_name
 from glm52_engine.ranks.frames import ProtocolError
 from glm52_engine.ranks.messages import Agent, Fetch, Fetched
 from glm52_engine.ranks.spans import RankSpan
-from glm52_engine.transfer.agent import (
-    EVERY_DEVICE,
-    Peer,
-    Pull,
-    PullCut,
-    TransferError,
-)
+from glm52_engine.transfer.agent import EVERY_DEVICE
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice
 from glm52_engine.transfer.lanes import Lanes, chosen_lanes
-from glm52_engine.transfer.pulls import Lane
+from glm52_engine.transfer.pulls import Lane, Peer, Pull, PullCut, TransferError
 
 log = logging.getLogger(__name__)
 

@@ -97,7 +97,7 @@ class PhaseOver(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Agent(_Message):
-    """See `transfer.agent.Peer`; `metadata` in base64, regions as (address, blocks, bytes of a block), lanes as (name,
+    """See `transfer.pulls.Peer`; `metadata` in base64, regions as (address, blocks, bytes of a block), lanes as (name,
     metadata)."""
 
     name: str
@@ -222,7 +222,7 @@ class Done(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Fetch(_Message):
-    """Read KV from another pod into a pool of this host: see `transfer.agent.Pull`. `notice` in base64."""
+    """Read KV from another pod into a pool of this host: see `transfer.pulls.Pull`. `notice` in base64."""
 
     number: int
     peer: Agent

@@ -30,7 +30,7 @@ from glm52_engine.ranks.messages import (
     Shutdown,
 )
 from glm52_engine.ranks.race import unless
-from glm52_engine.transfer.agent import Pull, TransferError
+from glm52_engine.transfer.pulls import Pull, TransferError
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from glm52_engine.serve.queued import unless_drained
 from glm52_engine.serve.sender import Sender
 from glm52_engine.serve.text import Piece, TextStream, engine_request, prompt_text
 from glm52_engine.serve.watch import Watch
-from glm52_engine.transfer.agent import PullCut, TransferError
 from glm52_engine.transfer.early import Early
 from glm52_engine.transfer.peers import KvMismatch, KvReference
+from glm52_engine.transfer.pulls import PullCut, TransferError
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from glm52_engine.serve.limits import Endpoint
 from glm52_engine.serve.metrics import Metrics
 from glm52_engine.structured import GrammarCompiler
 from glm52_engine.tokenizer import Tokenizer
-from glm52_engine.transfer.agent import KvAgent, TransferError
+from glm52_engine.transfer.agent import KvAgent
 from glm52_engine.transfer.early import EarlyPulls
 from glm52_engine.transfer.fingerprint import Fingerprint
 from glm52_engine.transfer.hold import Holder, TransferCounters
 from glm52_engine.transfer.peers import KvMismatch, KvReference, Puller
+from glm52_engine.transfer.pulls import TransferError
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,9 @@ from glm52_engine.runtime.types import KvPool
 from glm52_engine.transfer.checksums import checksums
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice, apply
-from glm52_engine.transfer.pulls import Job, Peer, Pull, PullCut, Pulls, TransferError, brought
+from glm52_engine.transfer.pulls import Job, Peer, Pull, Pulls, TransferError, brought
 from glm52_engine.transfer.pushes import Pushes
 from glm52_engine.transfer.wire import Ask, Look, decode
-
-__all__ = ["EVERY_DEVICE", "KvAgent", "Peer", "Pull", "PullCut", "TransferAgent", "TransferError"]
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ import pytest
 from glm52_engine.ranks.kv import ReplicaAgent, agent_of, fetch_of, peer_of
 from glm52_engine.ranks.messages import Fetch, decode, encode
 from glm52_engine.ranks.spans import RankSpan
-from glm52_engine.transfer.agent import Peer, Pull, PullCut, TransferError
 from glm52_engine.transfer.descriptors import Region
-from glm52_engine.transfer.pulls import Lane
+from glm52_engine.transfer.pulls import Lane, Peer, Pull, PullCut, TransferError
 from tests.engine.runtime.support import eventually
 
 SOURCE = Peer("chat-prefill-0/a", b"", (Region(0, 4, 8),))

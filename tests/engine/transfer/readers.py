@@ -15,9 +15,9 @@ import sys
 
 import nixl_cu13  # noqa: F401  (forks need not import it again)
 
-from glm52_engine.transfer.agent import Peer, Pull
 from glm52_engine.transfer.lanes import Lanes
 from glm52_engine.transfer.peers import AgentCard
+from glm52_engine.transfer.pulls import Peer, Pull
 from tests.engine.transfer.peer import WidePool
 
 BLOCKS, BLOCK_BYTES = 64, 1 << 20

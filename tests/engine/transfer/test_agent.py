@@ -14,8 +14,9 @@ import pytest
 import pytest_asyncio
 
 from glm52_engine.transfer import parts
-from glm52_engine.transfer.agent import Peer, Pull, PullCut, TransferAgent, TransferError
+from glm52_engine.transfer.agent import TransferAgent
 from glm52_engine.transfer.lanes import Lanes
+from glm52_engine.transfer.pulls import Peer, Pull, PullCut, TransferError
 from tests.engine.serve.fakes import FakePool
 from tests.engine.transfer.remote import BLOCKS, Remote
 

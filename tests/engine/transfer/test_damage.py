@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from glm52_engine.transfer.agent import Pull
 from glm52_engine.transfer.checksums import checksums, damage
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.lanes import Lanes
+from glm52_engine.transfer.pulls import Pull
 from tests.engine.serve.deployment import PROMPT, Builder, Deployment, body, builder
 from tests.engine.serve.fakes import FakeEngine, FakePool, expected_text
 from tests.engine.transfer.conftest import BY_LANES

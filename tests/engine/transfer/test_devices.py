@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from glm52_engine.config import ConfigError
-from glm52_engine.transfer.agent import Pull, TransferAgent
+from glm52_engine.transfer.agent import TransferAgent
 from glm52_engine.transfer.devices import Choice, Found, apply, choose, find
+from glm52_engine.transfer.pulls import Pull
 from tests.engine.serve.fakes import FakePool
 
 NODE = Found(("mlx5_0:1", "mlx5_1:1", "mlx5_2:1"), ("eth0", "lo"))

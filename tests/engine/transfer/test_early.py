@@ -15,10 +15,10 @@ import pytest_asyncio
 from glm52_engine.route import proxy
 from glm52_engine.serve.pod import Loaded
 from glm52_engine.transfer import early
-from glm52_engine.transfer.agent import Pull, PullCut, TransferError
 from glm52_engine.transfer.heartbeats import PeerGone
 from glm52_engine.transfer.lanes import Lanes
 from glm52_engine.transfer.peers import ProgressCall, ProgressCard, Puller
+from glm52_engine.transfer.pulls import Pull, PullCut, TransferError
 from tests.engine.serve.deployment import Answer, Builder, Deployment, RunningPod, body, builder, until
 from tests.engine.serve.fakes import BLOCK_SIZE, TOKEN_BYTES, FakeEngine, expected_text
 from tests.engine.transfer.conftest import BY_LANES

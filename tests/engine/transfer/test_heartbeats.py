@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from glm52_engine.transfer.agent import TransferError
 from glm52_engine.transfer.heartbeats import SILENCE_SECONDS, At, Beat, Heartbeats, PeerGone
 from glm52_engine.transfer.lease import HEARD_SECONDS
+from glm52_engine.transfer.pulls import TransferError
 from tests.engine.runtime.support import eventually
 
 A, B = At("10.0.0.1:8000", "prefill-0/1"), At("10.0.0.2:8000", "prefill-1/1")

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from glm52_engine.transfer.agent import Pull, PullCut, TransferError
 from glm52_engine.transfer.lanes import Lanes
-from glm52_engine.transfer.pulls import LOOK_SECONDS
+from glm52_engine.transfer.pulls import LOOK_SECONDS, Pull, PullCut, TransferError
 from tests.engine.transfer.peer import WidePool
 from tests.engine.transfer.readers import BLOCK_BYTES, BLOCKS, EVERYTHING
 from tests.engine.transfer.remote import Process, Remote

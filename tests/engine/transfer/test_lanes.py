@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_engine.runtime.cores import usable_cores
-from glm52_engine.transfer.agent import PULL_SECONDS, Pull, PullCut, TransferAgent, TransferError
+from glm52_engine.transfer.agent import PULL_SECONDS, TransferAgent
 from glm52_engine.transfer.descriptors import Region
 from glm52_engine.transfer.devices import Choice
 from glm52_engine.transfer.lanes import Lanes, how_many
 from glm52_engine.transfer.parts import FORGOTTEN_SECONDS, Gathering, parts_of, split
 from glm52_engine.transfer.peers import AgentCard, agent_card
-from glm52_engine.transfer.pulls import Job, Lane, Peer, brought
+from glm52_engine.transfer.pulls import Job, Lane, Peer, Pull, PullCut, TransferError, brought
 from glm52_engine.transfer.wire import Ask, Part, decode_part, encode_part
 from tests.engine.runtime.support import eventually
 from tests.engine.transfer.peer import WidePool

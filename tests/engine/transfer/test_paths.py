@@ -14,10 +14,10 @@ import pytest_asyncio
 
 from glm52_engine.serve.pod import Loaded
 from glm52_engine.transfer import rates
-from glm52_engine.transfer.agent import Pull, PullCut, TransferError
 from glm52_engine.transfer.heartbeats import Heartbeats
 from glm52_engine.transfer.lanes import Lanes
 from glm52_engine.transfer.peers import KvReference
+from glm52_engine.transfer.pulls import Pull, PullCut, TransferError
 from tests.engine.serve.deployment import Deployment, Handoff, RunningPod, body, builder, families, until
 from tests.engine.serve.fakes import FakeEngine
 from tests.metrics_table import documented, served

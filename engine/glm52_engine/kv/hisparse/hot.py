@@ -225,16 +225,14 @@ class HotStep:
         lie whole, the indexer has selected by `frames`, and nothing is left to find.
         """
         pool, plan = self._pool, self._plan
-        group = next(number for number, layers in enumerate(pool.groups) if layer in layers)
-        layers = pool.groups[group]
         if self._whole:
             pass
-        elif layer == layers.start:
-            pool.form.resolve(pool.residency, group, self._seats, selected, self._own, self._active, plan)
-            self._gather(group, layer, beside=False)
         elif layer in self._arrived:
             self._wait(self._arrived.pop(layer))
         else:
+            group = self._group(layer)
+            if layer == pool.groups[group].start:
+                pool.form.resolve(pool.residency, group, self._seats, selected, self._own, self._active, plan)
             self._gather(group, layer, beside=False)
         if layer == pool.groups[-1].stop - 1:
             self._written = self._aside(self._write_back)
@@ -246,13 +244,16 @@ class HotStep:
         Not sooner: attention is one wave of programs that need a multiprocessor each, and those that fetch would be
         taken from it, which doubles its time.
         """
-        group = next(number for number, layers in enumerate(self._pool.groups) if layer in layers)
+        group = self._group(layer)
         if not self._whole and layer + 1 in self._pool.groups[group]:
             self._arrived[layer + 1] = self._aside(partial(self._gather, group, layer + 1, beside=True))
 
     def end(self) -> None:
         """What follows finds the new rows in host memory."""
         self._wait(self._written)
+
+    def _group(self, layer: int) -> int:
+        return next(number for number, layers in enumerate(self._pool.groups) if layer in layers)
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

@@ -2,8 +2,8 @@
 
 Decode asks, and the agent that owns the KV writes it. Both directions of a pair of agents share one connection, whose
 end both notice: what is said of a WRITE is said on the connection that carries its bytes. That holds where one
-interface leads from one to the other. Over TCP by several there are several connections, and by another one bytes may still come
-when the end of the first is told: not guarded against yet.
+interface leads from one to the other. Over TCP by several there are several connections, and by another one bytes may
+still come when the end of the first is told: not guarded against yet.
 """
 
 from __future__ import annotations
